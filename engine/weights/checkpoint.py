@@ -1,0 +1,175 @@
+"""Checkpoint: a model's file or directory, opened and validated; its tensors are read by name.
+
+Formats are GGUF files and safetensors directories. Pickled checkpoints are refused: unpickling runs code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import prod
+from pathlib import Path
+from types import MappingProxyType, TracebackType
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from engine.errors import CheckpointError
+from engine.weights.formats import FORMATS
+from engine.weights.gguf import read_gguf
+from engine.weights.safetensors import contained, open_directory, read_config
+from engine.weights.source import SourceFile, TensorInfo, quoted
+
+__all__ = ["Checkpoint", "TensorInfo", "open_checkpoint"]
+
+PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
+
+# Rows are dequantised in slabs of about this many elements: the intermediates stay in the caches, and the peak stays
+# a few MiB above the tensor itself.
+SLAB_ELEMENTS = 1 << 18
+
+_TORCH_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+class Checkpoint:
+    """An open checkpoint; made by `open_checkpoint`, closed by `close()` or as a context manager.
+
+    `metadata` holds GGUF's key/values (arrays as lists), or the parsed config.json of a directory.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        kind: Literal["gguf", "safetensors"],
+        metadata: Mapping[str, object],
+        tensors: Mapping[str, TensorInfo],
+        files: Mapping[Path, SourceFile],
+    ) -> None:
+        self.path = path
+        self.kind = kind
+        self.metadata: Mapping[str, object] = MappingProxyType(dict(metadata))
+        self.tensors: Mapping[str, TensorInfo] = MappingProxyType(dict(tensors))
+        self._files = dict(files)
+
+    def read(self, name: str, dtype: torch.dtype) -> Tensor:
+        """The tensor `name`, dequantised and converted to the floating `dtype`: a fresh contiguous CPU tensor of `info.shape`.
+
+        Raises `CheckpointError` when there is no such tensor, or its format isn't one of `FORMATS`.
+        """
+        info = self._info(name)
+        stored = FORMATS.get(info.format)
+        if stored is None:
+            raise CheckpointError(
+                f"{info.file}: tensor {quoted(name)} has format {quoted(info.format)}, which can't be read; "
+                f"use a checkpoint in one of {', '.join(FORMATS)}."
+            )
+        if not dtype.is_floating_point:
+            raise CheckpointError(f"{info.file}: weights are read as floats, not as {dtype}; ask for float32 or bfloat16.")
+        if _TORCH_DTYPES.get(info.format) == dtype:
+            return self._bytes(info).view(dtype).reshape(info.shape)
+        out = torch.empty(info.shape, dtype=dtype)
+        if not info.nbytes:
+            return out
+        rows, cols = _rows(info), prod(info.shape[-1:])
+        row_bytes = info.nbytes // rows
+        table = out.view(rows, cols)
+        slab_rows = max(1, SLAB_ELEMENTS // cols)
+        slab = torch.empty(min(rows, slab_rows) * row_bytes, dtype=torch.uint8)
+        for first in range(0, rows, slab_rows):
+            count = min(slab_rows, rows - first)
+            part = slab[: count * row_bytes]
+            self._read_into(info, first * row_bytes, part)
+            table[first : first + count] = stored.dequantise(part.view(count, row_bytes))
+        return out
+
+    def raw(self, name: str) -> Tensor:
+        """The tensor's bytes as they are stored: `uint8 [rows, bytes_per_row]`, rows being all dimensions but the last.
+
+        Raises `CheckpointError` when there is no such tensor.
+        """
+        info = self._info(name)
+        return self._bytes(info).view(_rows(info), -1) if info.nbytes else torch.empty(_rows(info), 0, dtype=torch.uint8)
+
+    def close(self) -> None:
+        """Close the files; tensors already read stay valid. Closing twice is fine."""
+        for file in self._files.values():
+            file.close()
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def _info(self, name: str) -> TensorInfo:
+        info = self.tensors.get(name)
+        if info is None:
+            raise CheckpointError(
+                f"{self.path}: has no tensor {quoted(name)}; it is incomplete or of another architecture than its metadata says."
+            )
+        return info
+
+    def _bytes(self, info: TensorInfo) -> Tensor:
+        data = torch.empty(info.nbytes, dtype=torch.uint8)
+        self._read_into(info, 0, data)
+        return data
+
+    def _read_into(self, info: TensorInfo, offset: int, part: Tensor) -> None:
+        self._files[info.file].read_into(info.offset + offset, part.numpy().data)
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """The checkpoint at `path`: a GGUF file, or a directory with config.json and safetensors (or with a single .gguf).
+
+    Only headers are read. Raises `CheckpointError` when the path is missing, or the files are damaged, lying, pickled
+    or of an unknown kind.
+    """
+    if path.is_dir():
+        return _open_directory(path)
+    if not path.exists():
+        raise CheckpointError(f"{path}: doesn't exist; give a checkpoint directory or a .gguf file.")
+    if path.suffix.lower() in PICKLE_SUFFIXES:
+        raise CheckpointError(
+            f"{path}: pickled weights are refused, because loading them runs code; use the model's safetensors or GGUF files."
+        )
+    if path.suffix.lower() == ".safetensors":
+        raise CheckpointError(f"{path}: is one file of a checkpoint; give its directory, which holds config.json too.")
+    return _open_gguf(path)
+
+
+def _open_gguf(path: Path) -> Checkpoint:
+    file = SourceFile(path)
+    try:
+        metadata, tensors = read_gguf(file)
+    except BaseException:
+        file.close()
+        raise
+    return Checkpoint(path, "gguf", metadata, tensors, {path: file})
+
+
+def _open_directory(path: Path) -> Checkpoint:
+    names = sorted(entry.name for entry in path.iterdir())
+    if "model.safetensors" in names or "model.safetensors.index.json" in names:
+        metadata = read_config(path)
+        tensors, files = open_directory(path)
+        return Checkpoint(path, "safetensors", metadata, tensors, files)
+    ggufs = [name for name in names if name.lower().endswith(".gguf")]
+    if len(ggufs) == 1:
+        return _open_gguf(contained(path, ggufs[0]))
+    if ggufs:
+        raise CheckpointError(f"{path}: holds {len(ggufs)} .gguf files; give the path of one, such as {path / ggufs[0]}.")
+    pickles = [name for name in names if Path(name).suffix in PICKLE_SUFFIXES]
+    if pickles:
+        raise CheckpointError(
+            f"{path}: holds pickled weights only ({quoted(pickles[0])}), which are refused because loading them runs code; "
+            "get the model's safetensors or GGUF files."
+        )
+    if "adapter_config.json" in names:
+        raise CheckpointError(f"{path}: holds a LoRA adapter, not a model; give its base model here and load the adapter onto it.")
+    raise CheckpointError(
+        f"{path}: holds neither model.safetensors, model.safetensors.index.json nor a .gguf file; give a checkpoint directory."
+    )
+
+
+def _rows(info: TensorInfo) -> int:
+    return prod(info.shape[:-1])
