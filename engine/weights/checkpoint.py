@@ -17,7 +17,7 @@ from torch import Tensor
 from engine.errors import CheckpointError
 from engine.weights.formats import FORMATS
 from engine.weights.gguf import read_gguf
-from engine.weights.safetensors import contained, open_directory, read_config
+from engine.weights.safetensors import open_directory, read_config
 from engine.weights.source import SourceFile, TensorInfo, quoted
 
 __all__ = ["Checkpoint", "TensorInfo", "open_checkpoint"]
@@ -63,7 +63,7 @@ class Checkpoint:
                 f"{info.file}: tensor {quoted(name)} has format {quoted(info.format)}, which can't be read; "
                 f"use a checkpoint in one of {', '.join(FORMATS)}."
             )
-        if not dtype.is_floating_point:
+        if dtype not in _TORCH_DTYPES.values():
             raise CheckpointError(f"{info.file}: weights are read as floats, not as {dtype}; ask for float32 or bfloat16.")
         if _TORCH_DTYPES.get(info.format) == dtype:
             return self._bytes(info).view(dtype).reshape(info.shape)
@@ -85,10 +85,15 @@ class Checkpoint:
     def raw(self, name: str) -> Tensor:
         """The tensor's bytes as they are stored: `uint8 [rows, bytes_per_row]`, rows being all dimensions but the last.
 
-        Raises `CheckpointError` when there is no such tensor.
+        Raises `CheckpointError` when there is no such tensor, or its rows don't end on a byte.
         """
         info = self._info(name)
-        return self._bytes(info).view(_rows(info), -1) if info.nbytes else torch.empty(_rows(info), 0, dtype=torch.uint8)
+        rows = _rows(info)
+        if not info.nbytes:
+            return torch.empty(rows, 0, dtype=torch.uint8)
+        if info.nbytes % rows:
+            raise CheckpointError(f"{info.file}: tensor {quoted(name)} of format {quoted(info.format)} has no whole bytes a row.")
+        return self._bytes(info).view(rows, -1)
 
     def close(self) -> None:
         """Close the files; tensors already read stay valid. Closing twice is fine."""
@@ -124,9 +129,13 @@ def open_checkpoint(path: Path) -> Checkpoint:
     Only headers are read. Raises `CheckpointError` when the path is missing, or the files are damaged, lying, pickled
     or of an unknown kind.
     """
-    if path.is_dir():
+    try:
+        directory, exists = path.is_dir(), path.exists()
+    except OSError as error:
+        raise CheckpointError(f"{path}: can't be opened ({error.strerror}); check the path and its permissions.") from error
+    if directory:
         return _open_directory(path)
-    if not path.exists():
+    if not exists:
         raise CheckpointError(f"{path}: doesn't exist; give a checkpoint directory or a .gguf file.")
     if path.suffix.lower() in PICKLE_SUFFIXES:
         raise CheckpointError(
@@ -148,14 +157,17 @@ def _open_gguf(path: Path) -> Checkpoint:
 
 
 def _open_directory(path: Path) -> Checkpoint:
-    names = sorted(entry.name for entry in path.iterdir())
+    try:
+        names = sorted(entry.name for entry in path.iterdir())
+    except OSError as error:
+        raise CheckpointError(f"{path}: can't be listed ({error.strerror}); check its permissions.") from error
     if "model.safetensors" in names or "model.safetensors.index.json" in names:
         metadata = read_config(path)
         tensors, files = open_directory(path)
         return Checkpoint(path, "safetensors", metadata, tensors, files)
     ggufs = [name for name in names if name.lower().endswith(".gguf")]
     if len(ggufs) == 1:
-        return _open_gguf(contained(path, ggufs[0]))
+        return _open_gguf(path / ggufs[0])
     if ggufs:
         raise CheckpointError(f"{path}: holds {len(ggufs)} .gguf files; give the path of one, such as {path / ggufs[0]}.")
     pickles = [name for name in names if Path(name).suffix in PICKLE_SUFFIXES]

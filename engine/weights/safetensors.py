@@ -7,6 +7,8 @@ plain file names inside the directory. Layout: the "Format" section of the safet
 from __future__ import annotations
 
 import json
+import re
+from collections import Counter
 from math import prod
 from pathlib import Path
 
@@ -16,6 +18,7 @@ from engine.weights.source import SourceFile, TensorInfo, quoted
 MAX_HEADER_BYTES = 100_000_000
 MAX_CONFIG_BYTES = 16 << 20
 MAX_DIMS = 64
+MAX_ELEMENTS = (1 << 63) - 1
 
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
@@ -46,6 +49,7 @@ DTYPE_BITS = {
     "U64": 64,
 }
 
+_PLAIN_NAME = re.compile(r"[A-Za-z0-9._+=@ -]{1,255}")
 _AGAIN = "the file is damaged; download it again."
 
 
@@ -78,15 +82,17 @@ def contained(directory: Path, name: str) -> Path:
     Raises `CheckpointError` unless it is a plain file name whose target, links followed, stays in the directory (or in
     the blobs of a Hugging Face cache, where a snapshot's files are links).
     """
-    if not name or name in (".", "..") or any(mark in name for mark in "/\\:\0"):
+    if name in (".", "..") or not _PLAIN_NAME.fullmatch(name):
         raise CheckpointError(
             f"{directory}: names the file {quoted(name)}, which is not a plain file name inside the directory; {_AGAIN}"
         )
-    home = directory.resolve()
+    try:
+        home, target = directory.resolve(), (directory / name).resolve()
+    except (OSError, RuntimeError) as error:  # RuntimeError: links in a circle
+        raise CheckpointError(f"{directory}: the file {quoted(name)} can't be followed; put the file itself there.") from error
     homes = [home]
     if home.parent.name == "snapshots":
         homes.append(home.parent.parent / "blobs")
-    target = (directory / name).resolve()
     if not any(target.is_relative_to(each) for each in homes):
         raise CheckpointError(
             f"{directory}: the file {quoted(name)} is a link that leads outside the directory; put the file itself there."
@@ -163,6 +169,9 @@ def _tensor(file: SourceFile, name: str, entry: object, data_start: int) -> Tens
             f"{named} lies outside the file: it ends at byte {data_start + end} of {file.size_bytes}; "
             "the file is truncated, download it again."
         )
+    # Also with a zero dimension: the others must still be sizes that a tensor can have.
+    if prod(max(1, size) for size in shape) > MAX_ELEMENTS:
+        raise CheckpointError(f"{named} has a shape of more elements than 63 bits can count; {_AGAIN}")
     bits = DTYPE_BITS.get(dtype)
     if bits is not None and prod(shape) * bits != (end - begin) * 8:
         raise CheckpointError(f"{named} of dtype {dtype} and shape {shape} doesn't fit its {end - begin} bytes; {_AGAIN}")
@@ -197,8 +206,7 @@ def _parse_object(path: Path, data: bytes, what: str) -> dict[str, object]:
     def unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
         parsed = dict(pairs)
         if len(parsed) != len(pairs):
-            names = [name for name, _ in pairs]
-            twice = next(name for name in names if names.count(name) > 1)
+            twice = Counter(name for name, _ in pairs).most_common(1)[0][0]
             raise CheckpointError(f"{path}: its JSON {what} has the duplicate key {quoted(twice)}; {_AGAIN}")
         return parsed
 
