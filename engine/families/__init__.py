@@ -1,0 +1,75 @@
+"""The registry of model families, and the way from a checkpoint to its family and ModelConfig."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from engine.errors import CheckpointError
+from engine.families.base import Family, TensorSpec
+from engine.families.config import ModelConfig, Reader
+from engine.families.llama import FAMILY as LLAMA
+
+if TYPE_CHECKING:
+    from engine.weights.checkpoint import Checkpoint
+
+FAMILIES: tuple[Family, ...] = (LLAMA,)
+__all__ = ["FAMILIES", "Family", "ModelConfig", "TensorSpec", "family_named", "identify", "match_tensors"]
+
+
+def family_named(name: str) -> Family:
+    """The family a ModelConfig names."""
+    return next(family for family in FAMILIES if family.name == name)
+
+
+def identify(checkpoint: Checkpoint) -> tuple[Family, ModelConfig]:
+    """The family and ModelConfig of an opened checkpoint, from its headers alone. Raises `CheckpointError` naming an
+    architecture or a key that isn't understood."""
+    where = checkpoint.path.name
+    gguf = checkpoint.kind == "gguf"
+    reader = Reader(checkpoint.metadata, where if gguf else f"{where}/config.json")
+    if gguf:
+        arch = reader.text("general.architecture", "")
+        found = [family for family in FAMILIES if arch in family.gguf_architectures]
+        name = reader.text("general.name", checkpoint.path.stem)
+    else:
+        listed = reader.get("architectures")
+        arch = str(listed[0]) if isinstance(listed, list) and listed else ""
+        found = [family for family in FAMILIES if arch in family.architectures]
+        name = checkpoint.path.resolve().name
+    if not found:
+        known = sorted(a for f in FAMILIES for a in (f.gguf_architectures if gguf else f.architectures))
+        raise CheckpointError(f"{where}: the architecture {arch!r} isn't supported; these are: {', '.join(known)}.")
+    family = found[0]
+    config = family.config_from_gguf(reader, name, checkpoint) if gguf else family.config_from_hf(reader, name)
+    config.check(where)
+    return family, config
+
+
+def match_tensors(family: Family, config: ModelConfig, checkpoint: Checkpoint) -> list[TensorSpec]:
+    """The tensors to load, each checked to be there in the right shape; nothing is read. Raises `CheckpointError`
+    naming the first that is missing, misshapen, or not understood."""
+    where = checkpoint.path.name
+    specs = family.tensors(config, checkpoint.kind == "gguf")
+    for spec in specs:
+        info = checkpoint.tensors.get(spec.source)
+        if info is None:
+            raise CheckpointError(f"{where}: tensor {spec.source} is missing; the checkpoint is incomplete.")
+        if info.shape != spec.shape:
+            raise CheckpointError(f"{where}: tensor {spec.source} has shape {list(info.shape)}; the config asks for {list(spec.shape)}.")
+    needed = {spec.source for spec in specs}
+    for name in checkpoint.tensors:
+        tied = name == "lm_head.weight" and config.tied_head
+        if name not in needed and not tied and not family.ignored(name):
+            raise CheckpointError(f"{where}: tensor {name} isn't understood, and leaving it out could change the result.")
+    return specs
+
+
+def generation_defaults(path: Path) -> dict[str, object]:
+    """What a checkpoint directory's generation_config.json says, or an empty dict."""
+    try:
+        values = json.loads((path / "generation_config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return values if isinstance(values, dict) else {}

@@ -1,0 +1,86 @@
+"""The memory plan: what a model will take, worked out from its config before anything is loaded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine.config import EngineConfig
+from engine.errors import MemoryPlanError
+from engine.families.config import ModelConfig
+
+# Where --num-kv-blocks isn't given: tokens a CPU's pool is made for at most, and the share of what is left after weights
+# and workspace that the pool may take. A GPU's memory is the engine's own; a CPU's is shared with everything else.
+CPU_KV_TOKENS = 65536
+CPU_KV_SHARE = 0.25
+GPU_KV_SHARE = 0.9
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """Bytes a model will take. `kv_bytes` = (num_kv_blocks + 1) · kv_block_bytes: one block more than are ever handed out,
+    always zero, stands in for padding."""
+
+    weights_bytes: int
+    kv_bytes: int
+    workspace_bytes: int
+    available_bytes: int
+    num_kv_blocks: int
+    kv_block_bytes: int
+    max_seq_len: int
+
+    @property
+    def total_bytes(self) -> int:
+        return self.weights_bytes + self.kv_bytes + self.workspace_bytes
+
+
+def plan_memory(
+    model: ModelConfig, config: EngineConfig, *, weights_elements: int, itemsize: int, available_bytes: int, on_gpu: bool
+) -> MemoryPlan:
+    """The MemoryPlan of a model whose elements take `itemsize` bytes each. Raises `MemoryPlanError`, with the figures and
+    the flag to change, when it doesn't fit into `available_bytes`."""
+    if config.max_seq_len is not None and config.max_seq_len > model.max_position:
+        raise MemoryPlanError(
+            f"--max-seq-len {config.max_seq_len} is over what {model.name} was made for, {model.max_position} tokens; lower it."
+        )
+    max_seq_len = config.max_seq_len or model.max_position
+    size = config.block_size
+    layer_token_bytes = 2 * model.num_kv_heads * model.head_dim * itemsize
+    block_bytes = layer_token_bytes * model.num_layers * size
+    weights = weights_elements * itemsize
+    workspace = _workspace_bytes(model, config, max_seq_len, itemsize, layer_token_bytes)
+    left = available_bytes - weights - workspace
+    if config.num_kv_blocks is not None:
+        blocks = config.num_kv_blocks
+    elif on_gpu:
+        blocks = int(left * GPU_KV_SHARE) // block_bytes - 1
+    else:
+        blocks = min(-(-min(2 * max_seq_len, CPU_KV_TOKENS) // size), int(left * CPU_KV_SHARE) // block_bytes - 1)
+    plan = MemoryPlan(weights, (max(blocks, 1) + 1) * block_bytes, workspace, available_bytes, max(blocks, 1), block_bytes, max_seq_len)
+    if plan.total_bytes > available_bytes:
+        figures = (
+            f"{model.name} needs {_mib(weights)} for weights, {_mib(plan.kv_bytes)} for {plan.num_kv_blocks} KV blocks and "
+            f"{_mib(workspace)} of workspace, {_mib(plan.total_bytes)} in all; {_mib(available_bytes)} are available"
+        )
+        if config.num_kv_blocks is not None and left >= 2 * block_bytes:
+            advice = f"lower --num-kv-blocks to {left // block_bytes - 1} or less"
+        elif itemsize == 4:
+            advice = "use --dtype bfloat16, lower --max-batch-tokens or --max-seq-len, or choose a smaller model"
+        else:
+            advice = "lower --max-batch-tokens or --max-seq-len, or choose a smaller model"
+        raise MemoryPlanError(f"{figures}: {advice}.")
+    return plan
+
+
+def _workspace_bytes(model: ModelConfig, config: EngineConfig, max_seq_len: int, itemsize: int, layer_token_bytes: int) -> int:
+    """An upper estimate of a step's temporaries: activations, gathered pages of one layer, masks, and the logits arena."""
+    rows = config.max_batch_tokens
+    heads = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
+    activations = rows * itemsize * (6 * model.hidden_size + 3 * model.intermediate_size + 3 * heads)
+    pages = layer_token_bytes * max_seq_len * 2
+    masks = rows * max_seq_len * (1 + itemsize)
+    arena = config.max_batch * (model.vocab_size * (itemsize + 8) + model.hidden_size * itemsize)
+    return activations + pages + masks + arena
+
+
+def _mib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:,.0f} MiB"

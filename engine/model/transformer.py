@@ -1,0 +1,248 @@
+"""TransformerModel: one loaded model, made by one factory, its capabilities as one object each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from engine.batch import BatchBuilder
+from engine.cache.blocks import BlockPool
+from engine.config import EngineConfig
+from engine.device import Device
+from engine.errors import CheckpointError
+from engine.families import family_named, identify, match_tensors
+from engine.families.base import TensorSpec
+from engine.families.config import ModelConfig, RopeConfig
+from engine.layers.attention import Attention
+from engine.layers.decoder import DecoderLayer
+from engine.layers.linear import Linear
+from engine.layers.mlp import GatedMlp
+from engine.layers.norm import RmsNorm
+from engine.layers.rope import RopeTable
+from engine.memory_plan import MemoryPlan, plan_memory
+from engine.model.base import ModelCircuit
+from engine.model.forward import Forward
+from engine.model.lifecycle import Lifecycle
+from engine.model.logits import Logits
+from engine.model.streams import streams_for
+from engine.view import MemoryItem
+from engine.weights.store import WeightStore
+
+if TYPE_CHECKING:
+    from engine.weights.checkpoint import Checkpoint
+
+Progress = Callable[[str, int, int], None]
+
+
+class TransformerModel:
+    """A model and everything it holds on its device.
+
+    Capabilities: `forward`, `lifecycle`, `logits`, `streams`, `circuit`. `teardown` releases the device memory
+    newest first and is idempotent; the model is a context manager that ends with it.
+    """
+
+    def __init__(self, config: ModelConfig, engine_config: EngineConfig, plan: MemoryPlan, store: WeightStore, device: Device) -> None:
+        self.config = config
+        self.device = device
+        self.plan = plan
+        self.store = store
+        self.streams = streams_for(device.torch_device)
+        self.circuit = ModelCircuit()
+        to = device.torch_device
+        slots = (plan.num_kv_blocks + 1) * engine_config.block_size
+        # fill_ touches every page: memory a person sees in the plan is memory the process holds from the start.
+        self.kv_cache = torch.empty((config.num_layers, 2, slots, config.num_kv_heads, config.head_dim), device=to, dtype=device.dtype)
+        self.kv_cache.fill_(0)
+        max_blocks = -(-plan.max_seq_len // engine_config.block_size)
+        builder = BatchBuilder(
+            engine_config.max_batch,
+            engine_config.max_batch_tokens,
+            engine_config.max_batch,
+            max_blocks,
+            engine_config.block_size,
+            plan.num_kv_blocks * engine_config.block_size,
+            to,
+        )
+        blocks = BlockPool(plan.num_kv_blocks, engine_config.block_size, plan.kv_block_bytes)
+        self.lifecycle = Lifecycle(blocks, builder, engine_config.max_batch, plan.max_seq_len, plan.kv_block_bytes)
+        self.logits = Logits(engine_config.max_batch, config.vocab_size, config.hidden_size, to, device.dtype)
+        ropes = {layer.rope: RopeTable(layer.rope, plan.max_seq_len, to, device.dtype) for layer in config.layers}
+        self._workspace_bytes = builder.num_bytes + self.logits.num_bytes + sum(table.num_bytes for table in ropes.values())
+        self.forward = self._build_forward(ropes, builder)
+
+    def _build_forward(self, ropes: dict[RopeConfig, RopeTable], builder: BatchBuilder) -> Forward:
+        config, get = self.config, self.store.get
+        embedding = get("model.embed_tokens.weight")
+        head_weight = embedding if config.tied_head else get("lm_head.weight")
+        scale = config.embedding_scale
+
+        def embed(token_ids: Tensor) -> Tensor:
+            rows = functional.embedding(token_ids, embedding)
+            return rows if scale == 1.0 else rows * torch.tensor(scale, dtype=rows.dtype)
+
+        layers = [self._build_layer(index) for index in range(config.num_layers)]
+        norm = RmsNorm(get("model.norm.weight"), config.rms_eps)
+        return Forward(
+            embed, layers, norm, Linear(head_weight), ropes, builder, self.lifecycle, self.logits, config.vocab_size
+        )
+
+    def _build_layer(self, index: int) -> DecoderLayer:
+        config, prefix = self.config, f"model.layers.{index}."
+
+        def linear(name: str, bias: bool) -> Linear:
+            weight = self.store.get(f"{prefix}{name}.weight")
+            return Linear(weight, self.store.get(f"{prefix}{name}.bias") if bias else None)
+
+        def norm(name: str) -> RmsNorm:
+            return RmsNorm(self.store.get(f"{prefix}{name}.weight"), config.rms_eps)
+
+        attention = Attention(
+            config,
+            config.layers[index],
+            (
+                linear("self_attn.q_proj", config.attention_bias),
+                linear("self_attn.k_proj", config.attention_bias),
+                linear("self_attn.v_proj", config.attention_bias),
+                linear("self_attn.o_proj", config.output_bias),
+            ),
+            (norm("self_attn.q_norm"), norm("self_attn.k_norm")) if config.qk_norm else None,
+            self.kv_cache[index, 0],
+            self.kv_cache[index, 1],
+        )
+        mlp = GatedMlp(
+            linear("mlp.gate_proj", config.mlp_bias),
+            linear("mlp.up_proj", config.mlp_bias),
+            linear("mlp.down_proj", config.mlp_bias),
+            config.activation,
+        )
+        if config.sandwich_norms:
+            return DecoderLayer(
+                norm("input_layernorm"),
+                attention,
+                norm("pre_feedforward_layernorm"),
+                mlp,
+                norm("post_attention_layernorm"),
+                norm("post_feedforward_layernorm"),
+            )
+        return DecoderLayer(norm("input_layernorm"), attention, norm("post_attention_layernorm"), mlp)
+
+    # What the seed's TransformerModel says of itself
+
+    @property
+    def config_ref(self) -> ModelConfig:
+        """The model's config."""
+        return self.config
+
+    @property
+    def gpu_backend(self) -> torch.device:
+        """The device the model lives on."""
+        return self.device.torch_device
+
+    @property
+    def vocab_size(self) -> int:
+        return self.config.vocab_size
+
+    def bind_gpu_to_thread(self) -> None:
+        """Make the model's device the calling thread's; the engine thread calls it before it uses the model."""
+        self.device.bind_to_thread()
+
+    def adopt_weight_store(self, store: WeightStore) -> None:
+        """Take over the ledger of the model's own weights, for teardown."""
+        self.store = store
+
+    def memory_items(self) -> tuple[MemoryItem, ...]:
+        """The bytes this model holds, by kind."""
+        weights = [MemoryItem(f"weights: {kind}", size) for kind, size in self.store.bytes_by_kind().items() if size]
+        return (*weights, MemoryItem("kv blocks", self.kv_cache.nbytes), MemoryItem("workspace", self._workspace_bytes))
+
+    def teardown(self) -> None:
+        """Release the device memory this model owns, newest first; idempotent. The model can't be used afterwards."""
+        if not hasattr(self, "forward"):
+            return
+        del self.forward, self.logits, self.lifecycle, self.kv_cache
+        self._workspace_bytes = 0
+        self.store.teardown()
+        if self.device.is_cuda:
+            torch.cuda.empty_cache()
+
+    def __enter__(self) -> TransformerModel:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.teardown()
+
+
+def load_model(checkpoint: Checkpoint, engine_config: EngineConfig, device: Device, progress: Progress = lambda *_: None) -> TransformerModel:
+    """The model of an opened checkpoint. Everything the headers can tell is checked, and the memory plan made, before
+    the first tensor is read. `progress(stage, done_bytes, total_bytes)` is called after every tensor; what it raises
+    ends the load."""
+    family, config = identify(checkpoint)
+    specs = match_tensors(family, config, checkpoint)
+    plan = _plan(config, engine_config, specs, device)
+    total = sum(checkpoint.tensors[spec.source].nbytes for spec in specs)
+    done = 0
+
+    def read(spec: TensorSpec) -> Tensor:
+        nonlocal done
+        tensor = checkpoint.read(spec.source, device.dtype)
+        done += checkpoint.tensors[spec.source].nbytes
+        progress(f"reading {spec.kind} weights", done, total)
+        return tensor
+
+    return _assemble(config, engine_config, plan, specs, device, read)
+
+
+def random_model(config: ModelConfig, engine_config: EngineConfig, device: Device, seed: int = 0) -> TransformerModel:
+    """A model of a real shape with random weights (normal, std 0.02; norms 1), made on the device."""
+    specs = family_named(config.family).tensors(config, gguf=False)
+    generator = torch.Generator(device.torch_device).manual_seed(seed)
+
+    def make(spec: TensorSpec) -> Tensor:
+        if spec.kind == "norm":
+            return torch.full(spec.shape, 1.0 - config.norm_offset, device=device.torch_device, dtype=device.dtype)
+        weight = torch.empty(spec.shape, device=device.torch_device, dtype=device.dtype)
+        return weight.normal_(0.0, 0.02, generator=generator)
+
+    return _assemble(config, engine_config, _plan(config, engine_config, specs, device), specs, device, make)
+
+
+def _plan(config: ModelConfig, engine_config: EngineConfig, specs: list[TensorSpec], device: Device) -> MemoryPlan:
+    elements = sum(torch.Size(spec.shape).numel() for spec in specs)
+    return plan_memory(
+        config,
+        engine_config,
+        weights_elements=elements,
+        itemsize=device.dtype.itemsize,
+        available_bytes=device.available_bytes(),
+        on_gpu=device.is_cuda,
+    )
+
+
+def _assemble(
+    config: ModelConfig,
+    engine_config: EngineConfig,
+    plan: MemoryPlan,
+    specs: list[TensorSpec],
+    device: Device,
+    read: Callable[[TensorSpec], Tensor],
+) -> TransformerModel:
+    store = WeightStore()
+    try:
+        for spec in specs:
+            tensor = read(spec)
+            if spec.arrange is not None:
+                tensor = spec.arrange(tensor)
+            if spec.kind == "norm" and config.norm_offset:
+                tensor = tensor + config.norm_offset
+            tensor = tensor.to(device.torch_device).contiguous()
+            if not bool(torch.isfinite(tensor.sum(dtype=torch.float32))):
+                raise CheckpointError(f"{config.name}: tensor {spec.source} holds values that aren't finite; the file is damaged.")
+            store.add(spec.name, tensor, spec.kind, device.dtype_name)
+        return TransformerModel(config, engine_config, plan, store, device)
+    except BaseException:
+        store.teardown()
+        raise
