@@ -9,7 +9,7 @@ from engine.errors import TokenizerError
 from engine.pretokenize import ByteLevelMerges, byte_alphabet, cut_of
 from engine.sentencepiece import SPACE, ScoredMerges
 from engine.token_matcher import TokenMatcher
-from engine.tokenizer import TextEncoder, Vocabulary
+from engine.vocabulary import TextEncoder, Vocabulary
 
 
 class TokenType(IntEnum):
@@ -31,7 +31,8 @@ END_TOKENS = frozenset(
         "<｜end▁of▁sentence｜>",
     }
 )
-# llama.cpp takes tokens of these names for control tokens even if the file calls them words.
+# llama.cpp takes tokens of these names for control tokens even if the file calls them words (Gemma's `</s>`, an HTML tag).
+# We do so for what a template may write and a person may not, but such a word still is text when a model says it.
 _ALWAYS_CONTROL = END_TOKENS | {
     *("<|fim_prefix|>", "<fim-prefix>", "<fim_prefix>", "<|fim_suffix|>", "<fim-suffix>", "<fim_suffix>"),
     *("<|fim_middle|>", "<fim-middle>", "<fim_middle>", "<|fim_pad|>", "<fim-pad>", "<fim_pad>"),
@@ -53,13 +54,17 @@ def read_gguf(metadata: Mapping[str, object]) -> Vocabulary:
     control: dict[str, int] = {}
     added: dict[str, int] = {}
     ordinary: dict[str, int] = {}
+    special_ids: set[int] = set()
     for token_id, text in enumerate(texts):
         token_type = types[token_id]
         if token_type in (TokenType.CONTROL, TokenType.UNKNOWN):
             control.setdefault(text, token_id)
+            special_ids.add(token_id)
             continue
         ordinary.setdefault(text, token_id)
-        if token_type == TokenType.USER_DEFINED and text not in _ALWAYS_CONTROL:
+        if text in _ALWAYS_CONTROL:
+            control.setdefault(text, token_id)
+        elif token_type == TokenType.USER_DEFINED:
             added.setdefault(text, token_id)
 
     scored = kind == "llama"
@@ -90,7 +95,7 @@ def read_gguf(metadata: Mapping[str, object]) -> Vocabulary:
     bos = _token_id(metadata, "bos_token_id", size)
     eos = _token_id(metadata, "eos_token_id", size)
     ends = {eos, _token_id(metadata, "eot_token_id", size), _token_id(metadata, "eom_token_id", size)}
-    ends |= {control[text] for text in END_TOKENS & control.keys()}
+    ends |= {control[text] for text in END_TOKENS & control.keys()} & special_ids
     if {"<|return|>", "<|call|>"} <= control.keys():
         ends.discard(control.get("<|end|>"))  # of the harmony format, where it ends a message within an answer
     space_prefix = scored and bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
@@ -101,6 +106,7 @@ def read_gguf(metadata: Mapping[str, object]) -> Vocabulary:
         bytes_of=bytes_of,
         control=TokenMatcher(control),
         added=TokenMatcher(added),
+        special_ids=frozenset(special_ids),
         bos_token_id=bos,
         eos_token_ids=frozenset(token_id for token_id in ends if token_id is not None),
         add_bos=bool(metadata.get("tokenizer.ggml.add_bos_token", add_bos)) and bos is not None,

@@ -2,44 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 
-from engine.errors import RequestError, TokenizerError
+from engine.errors import RequestError
+from engine.gguf_vocabulary import read_gguf
+from engine.hf_vocabulary import read_directory
 from engine.token_matcher import TokenMatcher
-
-
-class TextEncoder(Protocol):
-    """Turns ordinary text, in which nothing is special any more, into token ids."""
-
-    def encode(self, text: str) -> list[int]: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Vocabulary:
-    """What a tokenizer is made of, wherever it was read from.
-
-    bytes_of: token id → the bytes it stands for. control: the tokens that steer the model, never text. added: words
-    that are tokens wherever they are written, cut out before `encoder` sees the text. space_prefix: text at the start
-    and after a cut-out token is tokenised with a space before it, and decoding drops that space again. continued: the
-    encoder for text that isn't at the start, where that differs.
-    """
-
-    size: int
-    encoder: TextEncoder
-    bytes_of: Callable[[int], bytes]
-    control: TokenMatcher
-    added: TokenMatcher
-    bos_token_id: int | None = None
-    eos_token_ids: frozenset[int] = frozenset()
-    add_bos: bool = False
-    space_prefix: bool = False
-    drops_first_space: bool = False
-    continued: TextEncoder | None = None
-    chat_template: str | None = None
-    bos_text: str = ""
-    eos_text: str = ""
+from engine.vocabulary import Vocabulary
 
 
 class Tokenizer:
@@ -51,7 +21,7 @@ class Tokenizer:
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
-        self._special_ids = frozenset(vocabulary.control.tokens.values())
+        self._special_ids = vocabulary.special_ids
         self._bytes: list[bytes | None] = [None] * vocabulary.size
 
     @classmethod
@@ -60,9 +30,16 @@ class Tokenizer:
 
         Raises `TokenizerError` when keys are missing or contradict each other, or the kind isn't known.
         """
-        from engine.gguf_vocabulary import read_gguf
-
         return cls(read_gguf(metadata))
+
+    @classmethod
+    def from_directory(cls, path: str | Path) -> Tokenizer:
+        """The tokenizer of a checkpoint directory: tokenizer.json, with tokenizer_config.json, the chat template and the
+        end tokens of generation_config.json or config.json where they are there.
+
+        Raises `TokenizerError` when there is no tokenizer.json, or it can't be read or used.
+        """
+        return cls(read_directory(Path(path)))
 
     @property
     def vocab_size(self) -> int:
@@ -132,7 +109,8 @@ class Tokenizer:
     def encode_parts(self, parts: Iterable[str | int | Sequence[int]], *, add_bos: bool | None = None) -> list[int]:
         """The token ids of `parts` in order: a str is plain text, an int a control token, a sequence ids taken as they are.
 
-        A BOS is added if the model (or `add_bos`) says so and `parts` don't begin with one; of several the first stays.
+        Where the model (or `add_bos`) asks for a BOS, exactly one stands at the start, whether `parts` begin with none,
+        one or several.
         """
         vocabulary = self._vocabulary
         ids: list[int] = []
@@ -154,14 +132,12 @@ class Tokenizer:
                     ids += encoder.encode(" " + piece if fresh and vocabulary.space_prefix else piece)
                     fresh = False
         bos = vocabulary.bos_token_id
-        if bos is None:
+        if bos is None or not (vocabulary.add_bos if add_bos is None else add_bos):
             return ids
         num_written = 0
         while num_written < len(ids) and ids[num_written] == bos:
             num_written += 1
-        if num_written:
-            return ids[num_written - 1 :]
-        return [bos, *ids] if (vocabulary.add_bos if add_bos is None else add_bos) else ids
+        return ids[num_written - 1 :] if num_written else [bos, *ids]
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:
         """The text of `ids`. Control tokens are left out unless `skip_special` is off; bytes that aren't UTF-8 become U+FFFD."""
@@ -204,10 +180,3 @@ def check_text(text: str) -> None:
             f"the text holds half of a surrogate pair (U+{ord(text[error.start]):04X}) at character {error.start + 1}, "
             "which is no character; remove it."
         ) from None
-
-
-def one_token(ids: object, size: int, what: str) -> int:
-    """`ids` as a token id below `size`; raises `TokenizerError` naming `what` otherwise."""
-    if isinstance(ids, bool) or not isinstance(ids, int) or not 0 <= ids < size:
-        raise TokenizerError(f"{what} is {ids!r}, but the tokenizer's ids go from 0 to {size - 1}.")
-    return ids
