@@ -6,8 +6,11 @@ import contextlib
 import os
 import sys
 import time
+from collections.abc import Iterator
 from types import TracebackType
 from typing import Any, Protocol, Self
+
+from engine.errors import FootplateError
 
 REDRAW_S = 0.1
 
@@ -60,15 +63,30 @@ def abandon_stdout() -> None:
         os.close(devnull)
 
 
+@contextlib.contextmanager
+def _writing() -> Iterator[None]:
+    """Turn what a full disk or a vanished terminal raises into a sentence; a broken pipe is `main`'s to handle."""
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        abandon_stdout()
+        raise FootplateError(f"stdout can't be written: {error.strerror or error}.") from error
+
+
 class PipeText:
     """Text for a pipe or a file: verbatim UTF-8, flushed at every delta."""
 
     def write(self, text: str) -> None:
-        sys.stdout.buffer.write(text.encode("utf-8", "replace"))
-        sys.stdout.buffer.flush()
+        if sys.stdout is None:
+            raise FootplateError("stdout is closed, so there is nowhere to write; open it, or redirect it to a file.")
+        with _writing():
+            sys.stdout.buffer.write(text.encode("utf-8", "replace"))
+            sys.stdout.buffer.flush()
 
     def finish(self) -> None:
-        sys.stdout.buffer.flush()
+        """Nothing is held back."""
 
 
 class TerminalText:
@@ -91,9 +109,10 @@ class TerminalText:
     def _put(self, text: str) -> None:
         if text:
             encoding = sys.stdout.encoding or "utf-8"
-            sys.stdout.write(text.encode(encoding, "replace").decode(encoding))
+            with _writing():
+                sys.stdout.write(text.encode(encoding, "replace").decode(encoding))
+                sys.stdout.flush()
             self._at_line_start = text.endswith("\n")
-        sys.stdout.flush()
 
 
 def text_sink() -> TextSink:

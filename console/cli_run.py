@@ -9,6 +9,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -79,9 +80,20 @@ def loaded_engine(config: EngineConfig, *, shape: str | None = None) -> Iterator
         engine.wait_ready()
         yield engine
     finally:
-        with contextlib.suppress(ValueError):  # not the main thread: a test's, which has no Ctrl-C
-            signal.signal(signal.SIGINT, lambda _signal, _frame: os._exit(130))
-        engine.close()
+        with _second_interrupt_exits():
+            engine.close()
+
+
+@contextlib.contextmanager
+def _second_interrupt_exits() -> Iterator[None]:
+    if threading.current_thread() is not threading.main_thread():  # only the main thread may set handlers, or gets Ctrl-C
+        yield
+        return
+    before = signal.signal(signal.SIGINT, lambda _signal, _frame: os._exit(130))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def read_stdin() -> str:
