@@ -59,7 +59,14 @@ class BatchBuilder:
     """
 
     def __init__(
-        self, max_batch: int, max_batch_tokens: int, max_logits: int, max_blocks: int, block_size: int, null_slot: int, device: torch.device
+        self,
+        max_batch: int,
+        max_batch_tokens: int,
+        max_logits: int,
+        max_blocks: int,
+        block_size: int,
+        null_slot: int,
+        device: torch.device,
     ) -> None:
         self.max_tokens = max_batch_tokens
         self.max_logits = max_logits

@@ -72,7 +72,9 @@ class Ticket:
         error = EngineStopped if self._stopped else CommandRefused
         raise error(f"{self.command.describe()}: {self.reason or self.state}")
 
-    def settle(self, state: TicketState, step: int, *, reason: str | None = None, value: object = None, stopped: bool = False) -> None:
+    def settle(
+        self, state: TicketState, step: int, *, reason: str | None = None, value: object = None, stopped: bool = False
+    ) -> None:
         """Move to a terminal state, once; the engine thread's call."""
         if self._done.is_set():
             return

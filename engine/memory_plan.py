@@ -55,7 +55,9 @@ def plan_memory(
         blocks = int(left * GPU_KV_SHARE) // block_bytes - 1
     else:
         blocks = min(-(-min(2 * max_seq_len, CPU_KV_TOKENS) // size), int(left * CPU_KV_SHARE) // block_bytes - 1)
-    plan = MemoryPlan(weights, (max(blocks, 1) + 1) * block_bytes, workspace, available_bytes, max(blocks, 1), block_bytes, max_seq_len)
+    plan = MemoryPlan(
+        weights, (max(blocks, 1) + 1) * block_bytes, workspace, available_bytes, max(blocks, 1), block_bytes, max_seq_len
+    )
     if plan.total_bytes > available_bytes:
         figures = (
             f"{model.name} needs {_mib(weights)} for weights, {_mib(plan.kv_bytes)} for {plan.num_kv_blocks} KV blocks and "

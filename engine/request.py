@@ -82,7 +82,8 @@ class RequestHandle:
     Text is made on the reader's thread from the token ids the engine sends. One reader at a time.
     """
 
-    def __init__(self, request: Request, text: TextStream | None, cancel: Callable[[int], object]) -> None:
+    def __init__(self, request: Request, text: TextStream | None, cancel: Callable[[int], object], note: str | None = None) -> None:
+        self.note = note  # what was done to the prompt on the way, as a sentence; None when nothing was
         self._request = request
         self._text = text
         self._cancel = cancel

@@ -66,7 +66,7 @@ class ForwardView:
 class KvView:
     """The paged KV cache. `states`, `refs`: one byte a block (`BlockState`; reference count, 255 means 255 or more).
     `owners`: int32 a block, native order (`memoryview(owners).cast("i")`): the request id, −1 none. `touched_steps`:
-    int32 a block, the step that last allocated or read it, −1 never. Counts: free + active + shared + cached + pinned = num_blocks."""
+    int32 a block, the step that last allocated or read it, −1 never. Counts: the states' counts add up to num_blocks."""
 
     num_blocks: int
     block_size_tokens: int

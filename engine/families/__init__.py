@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from engine.errors import CheckpointError
+from engine.errors import CheckpointError, RequestError
 from engine.families.base import Family, TensorSpec
 from engine.families.config import ModelConfig, Reader
 from engine.families.llama import FAMILY as LLAMA
+from engine.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from engine.weights.checkpoint import Checkpoint
 
 FAMILIES: tuple[Family, ...] = (LLAMA,)
-__all__ = ["FAMILIES", "Family", "ModelConfig", "TensorSpec", "family_named", "identify", "match_tensors"]
+CHAT_MAX_TOKENS = 2048
+__all__ = ["FAMILIES", "Family", "ModelConfig", "TensorSpec", "chat_defaults", "family_named", "identify", "match_tensors"]
 
 
 def family_named(name: str) -> Family:
@@ -57,7 +60,9 @@ def match_tensors(family: Family, config: ModelConfig, checkpoint: Checkpoint) -
         if info is None:
             raise CheckpointError(f"{where}: tensor {spec.source} is missing; the checkpoint is incomplete.")
         if info.shape != spec.shape:
-            raise CheckpointError(f"{where}: tensor {spec.source} has shape {list(info.shape)}; the config asks for {list(spec.shape)}.")
+            raise CheckpointError(
+                f"{where}: tensor {spec.source} has shape {list(info.shape)}; the config asks for {list(spec.shape)}."
+            )
     needed = {spec.source for spec in specs}
     for name in checkpoint.tensors:
         tied = name == "lm_head.weight" and config.tied_head
@@ -66,8 +71,30 @@ def match_tensors(family: Family, config: ModelConfig, checkpoint: Checkpoint) -
     return specs
 
 
-def generation_defaults(path: Path) -> dict[str, object]:
-    """What a checkpoint directory's generation_config.json says, or an empty dict."""
+def chat_defaults(checkpoint: Checkpoint) -> SamplingParams:
+    """The model's own sampling parameters for chat: from generation_config.json beside a directory's config, or from GGUF's
+    `general.sampling.*` keys; what neither says is the family's usual (SmolLM2: temperature 0.2, top-p 0.9, by its model card)."""
+    gguf = checkpoint.kind == "gguf"
+    said: Mapping[str, object] = checkpoint.metadata if gguf else _generation_config(checkpoint.path)
+    prefix = "general.sampling." if gguf else ""
+    smollm2 = "smollm2" in f"{checkpoint.path.name} {checkpoint.metadata.get('general.name', '')}".lower()
+    values: dict[str, Any] = {"temperature": 0.2, "top_p": 0.9} if smollm2 else {"temperature": 0.7, "top_p": 0.95}
+    for ours, theirs in (
+        ("temperature", ("temperature", "temp")),
+        ("top_k", ("top_k",)),
+        ("top_p", ("top_p",)),
+        ("min_p", ("min_p",)),
+    ):
+        for name in theirs:
+            if isinstance(value := said.get(prefix + name), (int, float)):
+                values[ours] = int(value) if ours == "top_k" else float(value)
+    try:
+        return SamplingParams(max_tokens=CHAT_MAX_TOKENS, **values)
+    except RequestError:
+        return SamplingParams(max_tokens=CHAT_MAX_TOKENS, temperature=0.7, top_p=0.95)
+
+
+def _generation_config(path: Path) -> dict[str, object]:
     try:
         values = json.loads((path / "generation_config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):

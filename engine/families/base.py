@@ -46,7 +46,9 @@ class Family(Protocol):
         """Whether a tensor of the file may be left unread because it changes nothing."""
 
 
-def decoder_tensors(config: ModelConfig, gguf: bool, arrange_qk: Callable[[int], Callable[[Tensor], Tensor]] | None) -> list[TensorSpec]:
+def decoder_tensors(
+    config: ModelConfig, gguf: bool, arrange_qk: Callable[[int], Callable[[Tensor], Tensor]] | None
+) -> list[TensorSpec]:
     """The tensors of a plain pre-norm decoder, as Llama, Qwen and Gemma have them.
 
     arrange_qk: for a head count, what reorders the rows of q and k of a GGUF file.

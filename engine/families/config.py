@@ -105,7 +105,9 @@ class ModelConfig:
             if rope.rotary_dim % 2 or not 0 < rope.rotary_dim <= self.head_dim:
                 raise CheckpointError(f"{where}: {rope.rotary_dim} rotary channels don't fit a head of {self.head_dim}.")
             if rope.freq_factors and (len(rope.freq_factors) != rope.rotary_dim // 2 or min(rope.freq_factors) <= 0):
-                raise CheckpointError(f"{where}: {len(rope.freq_factors)} rope factors don't fit {rope.rotary_dim // 2} rotated pairs.")
+                raise CheckpointError(
+                    f"{where}: {len(rope.freq_factors)} rope factors don't fit {rope.rotary_dim // 2} rotated pairs."
+                )
             if not all(math.isfinite(x) and x > 0 for x in (rope.theta, rope.factor, rope.low_freq_factor, rope.high_freq_factor)):
                 raise CheckpointError(f"{where}: a rope parameter isn't a positive number ({rope}).")
 
@@ -188,14 +190,16 @@ class Reader:
 
 # Keys of a config.json that have no bearing on the forward pass of a text decoder.
 HARMLESS_KEYS = (
-    "_attn_implementation_autoset", "_name_or_path", "add_cross_attention", "architectures", "attention_dropout", "attn_implementation",
-    "auto_map", "begin_suppress_tokens", "bos_token_id", "cache_implementation", "chunk_size_feed_forward", "decoder_start_token_id",
-    "diversity_penalty", "dtype", "early_stopping", "eos_token_id", "finetuning_task", "gradient_checkpointing", "id2label",
-    "initializer_range", "is_decoder", "is_encoder_decoder", "is_llama_config", "label2id", "length_penalty", "max_length", "max_window_layers",
-    "min_length", "model_type", "num_beam_groups", "num_beams", "num_return_sequences", "output_attentions", "output_hidden_states",
-    "output_scores", "pad_token_id", "prefix", "pretraining_tp", "problem_type", "pruned_heads", "remove_invalid_values", "repetition_penalty",
-    "return_dict", "return_dict_in_generate", "rope_interleaved", "sep_token_id", "temperature", "tokenizer_class", "top_k", "top_p", "torch_dtype",
-    "transformers_version", "transformers.js_config", "typical_p", "unsloth_fixed", "unsloth_version", "use_bfloat16", "use_cache",
+    "_attn_implementation_autoset", "_name_or_path", "add_cross_attention", "architectures", "attention_dropout",
+    "attn_implementation", "auto_map", "begin_suppress_tokens", "bos_token_id", "cache_implementation",
+    "chunk_size_feed_forward", "decoder_start_token_id", "diversity_penalty", "dtype", "early_stopping", "eos_token_id",
+    "finetuning_task", "gradient_checkpointing", "id2label", "initializer_range", "is_decoder", "is_encoder_decoder",
+    "is_llama_config", "label2id", "length_penalty", "max_length", "max_window_layers", "min_length", "model_type",
+    "num_beam_groups", "num_beams", "num_return_sequences", "output_attentions", "output_hidden_states", "output_scores",
+    "pad_token_id", "prefix", "pretraining_tp", "problem_type", "pruned_heads", "remove_invalid_values",
+    "repetition_penalty", "return_dict", "return_dict_in_generate", "rope_interleaved", "sep_token_id", "temperature",
+    "tokenizer_class", "top_k", "top_p", "torch_dtype", "transformers_version", "transformers.js_config", "typical_p",
+    "unsloth_fixed", "unsloth_version", "use_bfloat16", "use_cache",
 )  # fmt: skip
 
 

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 class Llama:
     name = "llama"
-    architectures = ("LlamaForCausalLM",)
-    gguf_architectures = ("llama",)
+    architectures: tuple[str, ...] = ("LlamaForCausalLM",)
+    gguf_architectures: tuple[str, ...] = ("llama",)
 
     def config_from_hf(self, reader: Reader, name: str) -> ModelConfig:
         heads, hidden = reader.whole("num_attention_heads"), reader.whole("hidden_size")

@@ -33,7 +33,7 @@ class PrefillSlice:
 
 @dataclass(frozen=True, slots=True)
 class MixedForwardResult:
-    """decode_logits: `[decode sequences, vocab]`, None without any; prefill_logits: `[1, vocab]`, None unless the chunk was the last."""
+    """decode_logits: `[sequences, vocab]`, None without any; prefill_logits: `[1, vocab]`, None unless the chunk was the last."""
 
     decode_logits: Tensor | None
     prefill_logits: Tensor | None

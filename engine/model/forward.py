@@ -6,7 +6,8 @@ sequence is touched) and runs it. An error of an admitted batch is raised, never
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence as SequenceOf
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as SequenceOf
 
 import torch
 from torch import Tensor
@@ -192,9 +193,13 @@ class Forward(ModelForward):
         for piece in slices:
             chunk = list(piece.tokens[piece.chunk_start : piece.chunk_start + piece.chunk_len])
             if piece.chunk_len < 1 or len(chunk) != piece.chunk_len:
-                raise BatchRefused(f"chunk {piece.chunk_start}+{piece.chunk_len} isn't within the {len(piece.tokens)} prompt tokens.")
+                raise BatchRefused(
+                    f"chunk {piece.chunk_start}+{piece.chunk_len} isn't within the {len(piece.tokens)} prompt tokens."
+                )
             if piece.chunk_start != piece.seq.num_computed_tokens:
-                raise BatchRefused(f"the chunk starts at {piece.chunk_start}, but {piece.seq.num_computed_tokens} tokens are computed.")
+                raise BatchRefused(
+                    f"the chunk starts at {piece.chunk_start}, but {piece.seq.num_computed_tokens} tokens are computed."
+                )
             parts.append((piece.seq, chunk, piece.is_last_chunk))
         for seq, ids, _ in parts:
             if seq.num_tokens != seq.num_computed_tokens:

@@ -18,10 +18,10 @@ class CudaStreams(ModelStreams):
         return torch.cuda.default_stream(self.device)
 
     def create_stream(self) -> torch.cuda.Stream:
-        return torch.cuda.Stream(self.device)
+        return torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]  # torch leaves it untyped
 
     def create_event(self) -> torch.cuda.Event:
-        return torch.cuda.Event()
+        return torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch leaves it untyped
 
     def record_event(self, event: torch.cuda.Event | None, stream: torch.cuda.Stream | None = None) -> None:
         assert event is not None
@@ -35,7 +35,7 @@ class CudaStreams(ModelStreams):
         (stream or self.default_stream).synchronize()
 
     def event_query(self, event: torch.cuda.Event | None) -> bool:
-        return event is None or bool(event.query())
+        return event is None or bool(event.query())  # type: ignore[no-untyped-call]  # torch leaves it untyped
 
     def event_synchronize(self, event: torch.cuda.Event | None) -> None:
         if event is not None:

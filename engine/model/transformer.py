@@ -45,7 +45,9 @@ class TransformerModel:
     newest first and is idempotent; the model is a context manager that ends with it.
     """
 
-    def __init__(self, config: ModelConfig, engine_config: EngineConfig, plan: MemoryPlan, store: WeightStore, device: Device) -> None:
+    def __init__(
+        self, config: ModelConfig, engine_config: EngineConfig, plan: MemoryPlan, store: WeightStore, device: Device
+    ) -> None:
         self.config = config
         self.device = device
         self.plan = plan
@@ -55,7 +57,9 @@ class TransformerModel:
         to = device.torch_device
         slots = (plan.num_kv_blocks + 1) * engine_config.block_size
         # fill_ touches every page: memory a person sees in the plan is memory the process holds from the start.
-        self.kv_cache = torch.empty((config.num_layers, 2, slots, config.num_kv_heads, config.head_dim), device=to, dtype=device.dtype)
+        self.kv_cache = torch.empty(
+            (config.num_layers, 2, slots, config.num_kv_heads, config.head_dim), device=to, dtype=device.dtype
+        )
         self.kv_cache.fill_(0)
         max_blocks = -(-plan.max_seq_len // engine_config.block_size)
         builder = BatchBuilder(
@@ -86,9 +90,7 @@ class TransformerModel:
 
         layers = [self._build_layer(index) for index in range(config.num_layers)]
         norm = RmsNorm(get("model.norm.weight"), config.rms_eps)
-        return Forward(
-            embed, layers, norm, Linear(head_weight), ropes, builder, self.lifecycle, self.logits, config.vocab_size
-        )
+        return Forward(embed, layers, norm, Linear(head_weight), ropes, builder, self.lifecycle, self.logits, config.vocab_size)
 
     def _build_layer(self, index: int) -> DecoderLayer:
         config, prefix = self.config, f"model.layers.{index}."
@@ -176,7 +178,9 @@ class TransformerModel:
         self.teardown()
 
 
-def load_model(checkpoint: Checkpoint, engine_config: EngineConfig, device: Device, progress: Progress = lambda *_: None) -> TransformerModel:
+def load_model(
+    checkpoint: Checkpoint, engine_config: EngineConfig, device: Device, progress: Progress = lambda *_: None
+) -> TransformerModel:
     """The model of an opened checkpoint. Everything the headers can tell is checked, and the memory plan made, before
     the first tensor is read. `progress(stage, done_bytes, total_bytes)` is called after every tensor; what it raises
     ends the load."""

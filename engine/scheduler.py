@@ -1,0 +1,167 @@
+"""The scheduler: who runs in the next step, with how many tokens. It owns requests and their lifetimes, and knows no tensors.
+
+Decode comes first, one token for every running answer; what is left of the token budget goes to prompts, first come
+first served. When blocks run out, the newest running request is preempted: its blocks are freed and it is computed again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from engine.batch import PlanRow, StepPlan
+from engine.errors import InvariantBroken
+from engine.model.lifecycle import Lifecycle
+from engine.request import Request
+from engine.sampler import RowState
+from engine.sequence import Sequence
+from engine.text import TextStream
+from engine.view import RequestState
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """A request on its way through the engine. seq: None while it waits; sampling: its sampler state, which holds the
+    generated ids; text: only with stop strings, to find them; order: when it was first admitted (the newest is preempted first)."""
+
+    request: Request
+    sampling: RowState
+    budget_tokens: int
+    text: TextStream | None = None
+    seq: Sequence | None = None
+    order: int = -1
+    num_preemptions: int = 0
+    cached_tokens: int = 0
+    cache_note: str = ""
+    first_token_s: float | None = None
+    last_token_s: float | None = None
+    admitted_s: float | None = None
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.sampling.output_token_ids)
+
+    @property
+    def state(self) -> RequestState:
+        if self.seq is None:
+            return "preempted" if self.num_preemptions else "queued"
+        return "decode" if self.seq.num_tokens - self.seq.num_computed_tokens == 1 and self.num_output_tokens else "prefill"
+
+
+class Scheduler:
+    """Admission, token budget, mixed batches and preemption."""
+
+    def __init__(self, lifecycle: Lifecycle, max_batch: int, max_batch_tokens: int) -> None:
+        self.lifecycle = lifecycle
+        self.max_batch = max_batch
+        self.max_batch_tokens = max_batch_tokens
+        self.waiting: deque[Job] = deque()
+        self.running: list[Job] = []
+        self.num_preemptions = 0
+        self._order = 0
+
+    def add(self, job: Job) -> None:
+        """Queue a job behind those that wait."""
+        self.waiting.append(job)
+
+    def jobs(self) -> Iterator[Job]:
+        """Every unfinished job, the running ones first, oldest first."""
+        yield from self.running
+        yield from self.waiting
+
+    def find(self, request_id: int) -> Job | None:
+        """The unfinished job of a request."""
+        return next((job for job in self.jobs() if job.request.request_id == request_id), None)
+
+    def remove(self, job: Job) -> None:
+        """Take a job out, wherever it is, and free what it holds."""
+        if job.seq is not None:
+            self.running.remove(job)
+            self.lifecycle.free_sequence(job.seq)
+            job.seq = None
+        else:
+            self.waiting.remove(job)
+
+    def plan(self) -> tuple[StepPlan, list[Job]]:
+        """The next step and its jobs, in the same order. Admits and preempts on the way; an empty plan means nothing can run."""
+        self._admit()
+        while True:
+            decode = [job for job in self.running if job.state == "decode"]
+            rows, jobs = self._rows(decode)
+            needed = sum(self.lifecycle.blocks_needed(row.seq, row.seq.num_computed_tokens + row.q_len) for row in rows)
+            if needed <= self.lifecycle.num_free_blocks or self._make_room(needed):
+                return StepPlan(tuple(rows)), jobs
+            self._preempt(max(self.running, key=lambda job: job.order))
+
+    def _rows(self, decode: list[Job]) -> tuple[list[PlanRow], list[Job]]:
+        rows: list[PlanRow] = []
+        for job in decode:
+            assert job.seq is not None
+            rows.append(PlanRow(job.seq, 1, 1))
+        jobs = list(decode)
+        left = self.max_batch_tokens - len(rows)
+        for job in self.running:
+            if left <= 0:
+                break
+            if job.seq is None or job.state == "decode":
+                continue
+            missing = job.seq.num_tokens - job.seq.num_computed_tokens
+            length = min(missing, left)
+            rows.append(PlanRow(job.seq, length, int(length == missing)))
+            jobs.append(job)
+            left -= length
+        return rows, jobs
+
+    def _make_room(self, needed: int) -> bool:
+        """Evict prefix-cache blocks until `needed` are free; whether that was enough."""
+        missing = needed - self.lifecycle.num_free_blocks
+        return self.lifecycle.reclaim_prefix_blocks(missing) >= missing
+
+    def _admit(self) -> None:
+        """Start waiting jobs in order, as long as a row and the blocks of the whole prompt are there for each."""
+        promised = sum(self._unreserved(job) for job in self.running)
+        while self.waiting and self.lifecycle.num_free_rows and len(self.running) < self.max_batch:
+            job = self.waiting[0]
+            tokens = len(job.request.prompt_token_ids) + job.num_output_tokens
+            needed = promised + -(-(tokens + 1) // self.lifecycle.blocks.block_size)
+            if needed > self.lifecycle.num_free_blocks and not self._make_room(needed):
+                if not self.running:
+                    raise InvariantBroken(
+                        f"request {job.request.request_id} needs {needed} KV blocks and nothing runs, but only "
+                        f"{self.lifecycle.num_free_blocks} of {self.lifecycle.num_total_blocks} are free."
+                    )
+                return
+            self.waiting.popleft()
+            self._start(job)
+            promised += self._unreserved(job)
+
+    def _start(self, job: Job) -> None:
+        seq = self.lifecycle.alloc_sequence_for(job.budget_tokens, job.request.request_id)
+        seq.append([*job.request.prompt_token_ids, *job.sampling.output_token_ids])
+        job.seq = seq
+        job.admitted_s = time.monotonic()
+        if job.order < 0:
+            job.order = self._order
+            self._order += 1
+        self.running.append(job)
+        self.running.sort(key=lambda each: each.order)
+
+    def _unreserved(self, job: Job) -> int:
+        """Blocks that a running job's known tokens still need."""
+        return 0 if job.seq is None else self.lifecycle.blocks_needed(job.seq, job.seq.num_tokens + 1)
+
+    def _preempt(self, job: Job) -> None:
+        if len(self.running) == 1:
+            raise InvariantBroken(
+                f"request {job.request.request_id} alone needs more than the {self.lifecycle.num_total_blocks} KV blocks, "
+                "which its admission should have ruled out."
+            )
+        assert job.seq is not None
+        self.running.remove(job)
+        self.lifecycle.free_sequence(job.seq)
+        job.seq = None
+        job.num_preemptions += 1
+        self.num_preemptions += 1
+        self.waiting.appendleft(job)
