@@ -30,9 +30,12 @@ def report_bench(options: argparse.Namespace, config: EngineConfig) -> int:
     """Measure, and write the report. The exit code."""
     from console.cli_run import loaded_engine
     from engine.bench import Workload, as_lines, measure
+    from engine.families.shapes import shape_named
 
     workload = Workload(options.batch, options.prompt_tokens, options.new_tokens, options.repeats)
     workload.check(config.max_batch)
+    if options.shape is not None:
+        shape_named(options.shape)
     with loaded_engine(config, shape=options.shape) as engine, cli_output.ProgressLine() as line:
         report = measure(engine, workload, line.show)
     cli_output.write_line(json.dumps(report.as_json()) if options.json else "\n".join(as_lines(report)))

@@ -69,7 +69,7 @@ def loaded_engine(config: EngineConfig, *, shape: str | None = None) -> Iterator
     """
     from engine.engine import Engine
 
-    engine = Engine(config)
+    engine = Engine(config, shape=shape)
     try:
         with cli_output.ProgressLine() as line:
             engine.start()
