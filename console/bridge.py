@@ -60,6 +60,7 @@ class Answer:
         self.completion: Completion | None = None
         self.error: str | None = None
         self.stop_asked = False
+        self._fresh: list[str] = []
         self._lost_at: float | None = None
 
     @property
@@ -71,18 +72,24 @@ class Answer:
         """End as failed, with a sentence for the person."""
         self.state, self.error = "failed", reason
 
-    def poll(self) -> str:
-        """The raw text that came since the last call; settles the state when the request has ended."""
+    def take(self) -> str:
+        """The raw text that came since the last call."""
+        text = "".join(self._fresh)
+        self._fresh.clear()
+        return text
+
+    def drain(self) -> None:
+        """Move what the engine sent into this answer, and settle its state when the request has ended."""
         if self.state != "running" or self.handle is None:
-            return ""
-        text = self.handle.poll()
+            return
+        if text := self.handle.poll():
+            self._fresh.append(text)
         if self.handle.done:
             self.completion = self.handle.wait(0)
             if self.completion.finish_reason == "error":
                 self.fail(self.completion.error or "The request failed and the engine gave no reason.")
             else:
                 self.state = "done"
-        return text
 
     def check_lost(self, now: float) -> bool:
         """Whether an answer of a stopped engine has been silent for `LOST_AFTER_S`."""
@@ -154,6 +161,8 @@ class Bridge:
             if answer.stop_asked:
                 self._cancel(outcome)
         self._send_waiting()
+        for answer in self._live:
+            answer.drain()
         self._live = [answer for answer in self._live if not answer.ended]
         view = self.view
         if view.state in ("failed", "stopped"):
@@ -164,7 +173,7 @@ class Bridge:
     def close(self, timeout_s: float) -> None:
         """End the engine; waits at most `timeout_s` for its thread."""
         if self._started:
-            self._engine.close(timeout_s=timeout_s)
+            self._engine.close(timeout_s)
 
     def _send_waiting(self) -> None:
         state = self.view.state

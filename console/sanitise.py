@@ -55,7 +55,7 @@ class Sanitiser:
         return "".join(kept)
 
     def finish(self) -> str:
-        """"" — nothing is ever held back; a sequence that was still open is forgotten."""
+        """ "" — nothing is ever held back; a sequence that was still open is forgotten."""
         self._state = _GROUND
         return ""
 

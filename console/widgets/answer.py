@@ -1,0 +1,133 @@
+"""AnswerText: a streaming answer as Markdown, from text nobody vouches for.
+
+Every chunk is sanitised before it is parsed, and what the parser makes of character references (`&#x202e;`) once more
+after. HTML is shown as text instead of vanishing, line breaks stay line breaks, and a link shows where it leads and opens
+nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import MutableMapping
+from typing import Any
+
+from markdown_it import MarkdownIt
+from markdown_it.token import Token
+from textual.content import Content
+from textual.widgets import Markdown, Static
+from textual.widgets._markdown import MarkdownFence
+
+from console.sanitise import Sanitiser, sanitise
+
+MAX_COLOURED_CHARS = 20_000
+
+log = logging.getLogger(__name__)
+
+
+class _Parser(MarkdownIt):
+    """Markdown as models write it."""
+
+    def __init__(self) -> None:
+        super().__init__("gfm-like", {"html": False, "linkify": False})
+        self.disable(["image", "linkify"], ignoreInvalid=True)
+
+    def parse(self, src: str, env: MutableMapping[str, Any] | None = None) -> list[Token]:
+        tokens = super().parse(src, env)
+        for token in tokens:
+            if token.type == "inline":
+                token.children = _plain_links(token.children or [])
+                for child in token.children:
+                    if child.type == "softbreak":
+                        child.type = "hardbreak"
+                    child.content = sanitise(child.content)
+        return tokens
+
+
+def _plain_links(children: list[Token]) -> list[Token]:
+    """`children` with each link as its text and, where that differs, its address."""
+    plain: list[Token] = []
+    opened: list[tuple[str, int]] = []
+    for child in children:
+        if child.type == "link_open":
+            opened.append((str(child.attrs.get("href", "")), len(plain)))
+        elif child.type == "link_close" and opened:
+            address, start = opened.pop()
+            if address != "".join(part.content for part in plain[start:]):
+                plain.append(Token("text", "", 0, content=f" ({address})"))
+        else:
+            plain.append(child)
+    return plain
+
+
+class CodeBlock(MarkdownFence):
+    """A fenced block, coloured only where its language is named (guessing tries every lexer there is, for seconds) and while
+    it is short enough to be coloured anew ten times a second."""
+
+    @classmethod
+    def highlight(cls, code: str, language: str, ansi: bool = False, dark: bool = False) -> Content:
+        if not language or len(code) > MAX_COLOURED_CHARS:
+            return Content(code)
+        from console.widgets.code_colours import coloured
+
+        return coloured(code, language)
+
+
+class AnswerText(Markdown):
+    """Markdown that grows. `push` may be called as often as text comes: what arrives while the last piece is being laid
+    out is laid out together."""
+
+    BLOCKS = {  # noqa: RUF012  # Textual declares it so
+        **Markdown.BLOCKS,
+        "fence": CodeBlock,
+        "code_block": CodeBlock,
+    }
+
+    def __init__(self) -> None:
+        super().__init__(parser_factory=_Parser, open_links=False)
+        self._sanitiser = Sanitiser()
+        self._arrived: list[str] = []
+        self._drain_task: asyncio.Task[None] | None = None
+        self._shown: list[str] = []
+
+    @property
+    def shown(self) -> str:
+        """The sanitised text so far."""
+        return "".join(self._shown)
+
+    def push(self, text: str) -> None:
+        """Append raw text of the model."""
+        text = self._sanitiser.feed(text)
+        if not text:
+            return
+        self._shown.append(text)
+        self._arrived.append(text)
+        if self._drain_task is None or self._drain_task.done():
+            self._drain_task = asyncio.create_task(self._drain())
+
+    async def settled(self) -> None:
+        """Return once everything pushed is laid out."""
+        if self._drain_task is not None:
+            await asyncio.shield(self._drain_task)
+
+    async def _drain(self) -> None:
+        while self._arrived and self.is_attached:
+            text = "".join(self._arrived)
+            self._arrived.clear()
+            try:
+                await self.append(text)
+            except Exception:  # a fault of the Markdown widget must not cost the person the text
+                log.exception("markdown failed; the answer is shown as plain text")
+                await self._show_plain()
+                return
+
+    async def _show_plain(self) -> None:
+        await self.remove_children()
+        plain = Static(Content(self.shown), markup=False)
+        await self.mount(plain)
+        while self.is_attached:
+            self._arrived.clear()
+            plain.update(Content(self.shown))
+            await asyncio.sleep(0.1)
+            if not self._arrived:
+                return
