@@ -24,10 +24,18 @@ OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The exit code of one command line (`sys.argv` without `argv`)."""
-    clash = shadowed_package()
-    if clash is not None:
-        print(f"footplate: {clash}", file=sys.stderr)
-        return FAILED
+    try:
+        clash = shadowed_package()
+        if clash is not None:
+            print(f"footplate: {clash}", file=sys.stderr)
+            return FAILED
+        return _carry_out(argv)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+
+
+def _carry_out(argv: Sequence[str] | None) -> int:
+    # Only now: these imports fail, or are another's, when a package is shadowed.
     from console import cli_output
     from engine.errors import FootplateError
 

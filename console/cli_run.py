@@ -45,6 +45,8 @@ def run(options: argparse.Namespace, config: EngineConfig) -> int:
         else:
             roles = ([("system", system)] if system is not None else []) + [("user", prompt)]
             handle = engine.submit(messages=[{"role": role, "content": text} for role, text in roles], params=params, title="run")
+        if handle.note is not None:
+            cli_output.say(handle.note)
         try:
             completion = _follow(handle, quiet=options.json)
         except BaseException:
