@@ -26,9 +26,10 @@ class PlanRow:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """What one step computes: decode rows first, prefill rows after. Logits rows come in the same order."""
+    """What one step computes: `num_decode` decode rows first, prefill rows after. Logits rows come in the same order."""
 
     rows: tuple[PlanRow, ...]
+    num_decode: int = 0
 
     @property
     def num_tokens(self) -> int:

@@ -148,14 +148,8 @@ class EngineLoop:
         """Plan, compute and commit one step; whether there was anything to do."""
         begin = time.perf_counter()
         self.model.lifecycle.blocks.step = self.step
-        preempted = self.scheduler.num_preemptions
         plan, jobs = self.scheduler.plan()
-        if self.scheduler.num_preemptions > preempted:
-            self.meters.totals["preemptions"] += self.scheduler.num_preemptions - preempted
-            names = ", ".join(
-                job.request.title or str(job.request.request_id) for job in self.scheduler.waiting if job.num_preemptions
-            )
-            self._note("preempt", f"KV blocks ran out; preempted: {names}")
+        self._note_preemptions()
         if not plan.rows:
             return False
         self.step += 1
@@ -172,17 +166,25 @@ class EngineLoop:
         forward_s = time.perf_counter() - forward_begin
         now = time.monotonic()
         first = [job for job in drawing if job.first_token_s is None]
-        decode_tokens = sum(1 for job in drawing if job.num_output_tokens)
+        for job in jobs[plan.num_decode :]:
+            if job.seq is not None:
+                # At once, so that requests that share the prompt needn't wait for the answer's end.
+                self.model.lifecycle.cache_sequence(job.seq)
         for job, reason, message in commit(drawing, sampled, now):
             self._end(job, reason, message)
         for job in first:
             if job.first_token_s is not None:
                 self.meters.first_token((job.first_token_s - job.request.submitted_s) * 1e3)
         self.meters.totals["output_tokens"] += len(drawing)
-        decode_rows = sum(1 for row in plan.rows if row.q_len == 1)
-        prefill_tokens = plan.num_tokens - min(decode_tokens, decode_rows)
-        self.meters.step(time.perf_counter() - begin, forward_s, decode_tokens, prefill_tokens)
+        prefill_tokens = plan.num_tokens - plan.num_decode
+        self.meters.step(time.perf_counter() - begin, forward_s, plan.num_decode, prefill_tokens)
         return True
+
+    def _note_preemptions(self) -> None:
+        for job in self.scheduler.preempted:
+            self.meters.totals["preemptions"] += 1
+            self._note("preempt", f"{_name(job)}: preempted, for KV blocks ran out; it will be computed again")
+        self.scheduler.preempted.clear()
 
     def _fail(self, jobs: list[Job], error: Exception) -> None:
         """An admitted batch raised: its requests end with a sentence, and the engine goes on."""
@@ -193,12 +195,13 @@ class EngineLoop:
 
     def _end(self, job: Job, reason: FinishReason, error: str | None = None) -> None:
         """Free what a job holds, then tell its reader."""
-        self.scheduler.remove(job)
+        self.scheduler.remove(job, spoiled=reason == "error")
         finish(job, reason, error)
+        self.meters.totals["cached_tokens"] += job.cached_tokens
         totals = {"cancelled": "cancelled", "error": "failed"}.get(reason, "finished")
         self.meters.totals[totals] += 1
         if reason in ("cancelled", "error"):
-            self._note(reason, f"{job.request.title or f'request {job.request.request_id}'}: {error or 'cancelled'}")
+            self._note(reason, f"{_name(job)}: {error or 'cancelled'}")
 
     def _note(self, kind: str, text: str) -> None:
         self.meters.event(self.step, time.time(), kind, text)
@@ -245,6 +248,10 @@ class EngineLoop:
         items = self.model.memory_items()
         other = reading.used_bytes - sum(item.bytes for item in items)
         return MemoryView((*items, MemoryItem("other", other)), reading.used_bytes, reading.capacity_bytes, reading.source)
+
+
+def _name(job: Job) -> str:
+    return job.request.title or f"request {job.request.request_id}"
 
 
 def _request_view(job: Job, now: float) -> RequestView:

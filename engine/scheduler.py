@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from engine.batch import PlanRow, StepPlan
 from engine.errors import InvariantBroken
@@ -24,7 +24,8 @@ from engine.view import RequestState
 @dataclass(slots=True, eq=False)
 class Job:
     """A request on its way through the engine. seq: None while it waits; sampling: its sampler state, which holds the
-    generated ids; text: only with stop strings, to find them; order: when it was first admitted (the newest is preempted first)."""
+    generated ids; keys: prefix keys of its known ids' full blocks; text: only with stop strings, to find them; order: when it
+    was first admitted (the newest is preempted first)."""
 
     request: Request
     sampling: RowState
@@ -38,10 +39,15 @@ class Job:
     first_token_s: float | None = None
     last_token_s: float | None = None
     admitted_s: float | None = None
+    keys: list[bytes] = field(default_factory=list)
 
     @property
     def num_output_tokens(self) -> int:
         return len(self.sampling.output_token_ids)
+
+    def known_token_ids(self) -> list[int]:
+        """Prompt and generated ids: what a (re)start computes or finds cached."""
+        return [*self.request.prompt_token_ids, *self.sampling.output_token_ids]
 
     @property
     def state(self) -> RequestState:
@@ -59,7 +65,7 @@ class Scheduler:
         self.max_batch_tokens = max_batch_tokens
         self.waiting: deque[Job] = deque()
         self.running: list[Job] = []
-        self.num_preemptions = 0
+        self.preempted: list[Job] = []
         self._order = 0
 
     def add(self, job: Job) -> None:
@@ -75,10 +81,14 @@ class Scheduler:
         """The unfinished job of a request."""
         return next((job for job in self.jobs() if job.request.request_id == request_id), None)
 
-    def remove(self, job: Job) -> None:
-        """Take a job out, wherever it is, and free what it holds."""
+    def remove(self, job: Job, *, spoiled: bool = False) -> None:
+        """Take a job out, wherever it is, and free what it holds. Its tokens stay in the prefix cache unless they are `spoiled`."""
         if job.seq is not None:
             self.running.remove(job)
+            if spoiled:
+                self.lifecycle.discard_prefix(job.seq)
+            else:
+                self.lifecycle.cache_sequence(job.seq)
             self.lifecycle.free_sequence(job.seq)
             job.seq = None
         else:
@@ -91,8 +101,9 @@ class Scheduler:
             decode = [job for job in self.running if job.state == "decode"]
             rows, jobs = self._rows(decode)
             needed = sum(self.lifecycle.blocks_needed(row.seq, row.seq.num_computed_tokens + row.q_len) for row in rows)
-            if needed <= self.lifecycle.num_free_blocks or self._make_room(needed):
-                return StepPlan(tuple(rows)), jobs
+            missing = needed - self.lifecycle.num_free_blocks
+            if missing <= 0 or self.lifecycle.reclaim_prefix_blocks(missing) >= missing:
+                return StepPlan(tuple(rows), len(decode)), jobs
             self._preempt(max(self.running, key=lambda job: job.order))
 
     def _rows(self, decode: list[Job]) -> tuple[list[PlanRow], list[Job]]:
@@ -114,37 +125,43 @@ class Scheduler:
             left -= length
         return rows, jobs
 
-    def _make_room(self, needed: int) -> bool:
-        """Evict prefix-cache blocks until `needed` are free; whether that was enough."""
-        missing = needed - self.lifecycle.num_free_blocks
-        return self.lifecycle.reclaim_prefix_blocks(missing) >= missing
-
     def _admit(self) -> None:
-        """Start waiting jobs in order, as long as a row and the blocks of the whole prompt are there for each."""
+        """Start waiting jobs in order, as long as a row and the blocks of the whole prompt are there for each. A job whose
+        next block a running prefill is about to cache waits for it, and lets others pass."""
         promised = sum(self._unreserved(job) for job in self.running)
-        while self.waiting and self.lifecycle.num_free_rows and len(self.running) < self.max_batch:
-            job = self.waiting[0]
-            tokens = len(job.request.prompt_token_ids) + job.num_output_tokens
-            needed = promised + -(-(tokens + 1) // self.lifecycle.blocks.block_size)
-            if needed > self.lifecycle.num_free_blocks and not self._make_room(needed):
+        coming = {key for job in self.running if job.state == "prefill" for key in job.keys}
+        for job in list(self.waiting):
+            if not self.lifecycle.num_free_rows or len(self.running) >= self.max_batch:
+                return
+            tokens = job.known_token_ids()
+            if len(job.keys) < len(tokens) // self.lifecycle.blocks.block_size:
+                job.keys = self.lifecycle.prompt_keys(tokens)
+            next_key = next((key for key in job.keys if not self.lifecycle.prefix.has(key)), None)
+            if next_key in coming:
+                continue
+            needed = promised + -(-(len(tokens) + 1) // self.lifecycle.blocks.block_size)
+            room = self.lifecycle.reclaim_prefix_blocks_for(tokens, 0, needed, job.keys)
+            if needed - room.reused_blocks > self.lifecycle.num_free_blocks:
                 if not self.running:
                     raise InvariantBroken(
                         f"request {job.request.request_id} needs {needed} KV blocks and nothing runs, but only "
                         f"{self.lifecycle.num_free_blocks} of {self.lifecycle.num_total_blocks} are free."
                     )
                 return
-            self.waiting.popleft()
-            self._start(job)
+            self.waiting.remove(job)
+            self._start(job, tokens)
             promised += self._unreserved(job)
+            coming.update(job.keys)
 
-    def _start(self, job: Job) -> None:
+    def _start(self, job: Job, tokens: list[int]) -> None:
         seq = self.lifecycle.alloc_sequence_for(job.budget_tokens, job.request.request_id)
-        seq.append([*job.request.prompt_token_ids, *job.sampling.output_token_ids])
+        found = self.lifecycle.adopt_prefix(seq, tokens, job.keys)
         job.seq = seq
-        job.admitted_s = time.monotonic()
         if job.order < 0:
             job.order = self._order
             self._order += 1
+            job.admitted_s = time.monotonic()
+            job.cached_tokens, job.cache_note = found.num_tokens, found.note
         self.running.append(job)
         self.running.sort(key=lambda each: each.order)
 
@@ -160,8 +177,9 @@ class Scheduler:
             )
         assert job.seq is not None
         self.running.remove(job)
+        self.lifecycle.cache_sequence(job.seq)
         self.lifecycle.free_sequence(job.seq)
         job.seq = None
         job.num_preemptions += 1
-        self.num_preemptions += 1
+        self.preempted.append(job)
         self.waiting.appendleft(job)

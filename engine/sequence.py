@@ -11,11 +11,12 @@ class Sequence:
     token_ids: prompt and generated ids; the first num_computed_tokens have their keys and values in the blocks of
     block_table. row: index of its row in the model's device buffers, −1 when it holds none. adapter_id: part of
     its prefix identity, 0 for the base model. num_cached_tokens: how many of the computed tokens came from the
-    prefix cache.
+    prefix cache. block_keys: the prefix keys of its leading full blocks, as far as they were needed.
     """
 
     __slots__ = (
         "adapter_id",
+        "block_keys",
         "block_table",
         "budget_tokens",
         "num_cached_tokens",
@@ -31,6 +32,7 @@ class Sequence:
         self.num_cached_tokens = 0
         self.budget_tokens = budget_tokens
         self.block_table: list[int] = []
+        self.block_keys: list[bytes] = []
         self.row = row
         self.owner = owner
         self.adapter_id = adapter_id

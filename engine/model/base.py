@@ -89,6 +89,9 @@ class ModelLifecycle:
         """Read a saved state into an allocated sequence. Default: an error."""
         raise Unsupported("this model can't restore a sequence's state.")
 
+    def cache_sequence(self, seq: Sequence) -> None:
+        """Insert the sequence's tokens into the prefix cache, while its blocks are valid. Default: nothing."""
+
     def reclaim_prefix_blocks(self, num_blocks: int) -> int:
         """Evict up to num_blocks from the prefix cache; returns how many became free. Default 0."""
         return 0

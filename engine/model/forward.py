@@ -209,7 +209,7 @@ class Forward(ModelForward):
             for token in ids:
                 if not 0 <= token < self.vocab_size:
                     raise BatchRefused(f"token id {token} isn't in the vocabulary of {self.vocab_size}.")
-        plan = StepPlan(tuple(PlanRow(seq, len(ids), int(last)) for seq, ids, last in parts))
+        plan = StepPlan(tuple(PlanRow(seq, len(ids), int(last)) for seq, ids, last in parts), len(seqs))
         for seq, ids, _ in parts:
             seq.append(ids)
         try:

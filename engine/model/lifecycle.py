@@ -6,8 +6,9 @@ from collections.abc import Sequence as SequenceOf
 
 from engine.batch import BatchBuilder
 from engine.cache.blocks import BlockPool
+from engine.cache.prefix import PrefixMatch, PrefixTree
 from engine.errors import BatchRefused, InvariantBroken
-from engine.model.base import ModelLifecycle
+from engine.model.base import ModelLifecycle, PrefixReclaim
 from engine.sequence import Sequence
 
 
@@ -16,6 +17,7 @@ class Lifecycle(ModelLifecycle):
 
     def __init__(self, blocks: BlockPool, builder: BatchBuilder, max_batch: int, max_seq_len: int, kv_block_bytes: int) -> None:
         self.blocks = blocks
+        self.prefix = PrefixTree(blocks)
         self.builder = builder
         self.max_seq_len = max_seq_len
         self.kv_block_bytes = kv_block_bytes
@@ -58,6 +60,56 @@ class Lifecycle(ModelLifecycle):
         if missing:
             seq.block_table += self.blocks.allocate(missing, seq.owner)
 
+    # The prefix cache
+
+    def prompt_keys(self, tokens: SequenceOf[int], adapter_id: int = 0) -> list[bytes]:
+        """The prefix keys of a prompt's full blocks."""
+        return self.prefix.keys(tokens, adapter_id, len(tokens))
+
+    def adopt_prefix(self, seq: Sequence, tokens: SequenceOf[int], keys: SequenceOf[bytes] | None = None) -> PrefixMatch:
+        """Append a prompt to an empty sequence and share what the prefix cache holds of it: those tokens count as computed."""
+        if seq.num_tokens or seq.block_table:
+            raise InvariantBroken("a prefix can only be adopted by an empty sequence.")
+        keys = self.prompt_keys(tokens, seq.adapter_id) if keys is None else keys
+        found = self.prefix.match(keys, len(tokens))
+        self.blocks.share(found.blocks, seq.owner)
+        seq.block_keys = list(keys[: len(found.blocks)])
+        self.prefix.touch(seq.block_keys)
+        seq.block_table = list(found.blocks)
+        seq.append(list(tokens))
+        seq.advance(found.num_tokens)
+        seq.num_cached_tokens = found.num_tokens
+        return found
+
+    def cache_sequence(self, seq: Sequence) -> None:
+        """Insert the sequence's computed tokens, prompt and generated, into the prefix cache: its full blocks. Call it before
+        `free_sequence`, while they are valid."""
+        known = len(seq.block_keys)
+        if seq.row < 0 or seq.num_computed_tokens // self.blocks.block_size <= known:
+            return
+        seq.block_keys = self.prefix.keys(seq.token_ids, seq.adapter_id, seq.num_computed_tokens, seq.block_keys)
+        self.prefix.insert(seq.block_keys, seq.block_table)
+
+    def discard_prefix(self, seq: Sequence) -> None:
+        """Take what the sequence put into the prefix cache out again: it ended in an error that may have spoiled it."""
+        self.prefix.discard(seq.block_keys)
+
+    def reclaim_prefix_blocks(self, num_blocks: int) -> int:
+        """Evict up to `num_blocks` from the prefix cache; returns how many became free."""
+        return self.prefix.evict(num_blocks)
+
+    def reclaim_prefix_blocks_for(
+        self, prompt: SequenceOf[int], adapter_id: int, blocks_needed: int, keys: SequenceOf[bytes] | None = None
+    ) -> PrefixReclaim:
+        """Evict until `num_free_blocks` covers `blocks_needed`, the caller's count for the whole prompt, less the cached blocks
+        the prompt will reuse, which aren't evicted. An empty prompt reuses nothing."""
+        keys = self.prompt_keys(prompt, adapter_id) if keys is None else keys
+        reused = self.prefix.match(keys, len(prompt)).blocks if prompt else ()
+        missing = blocks_needed - len(reused) - self.num_free_blocks
+        if missing <= 0:
+            return PrefixReclaim(len(reused), 0)
+        return PrefixReclaim(len(reused), self.prefix.evict(missing, frozenset(reused)))
+
     def free_sequence(self, seq: Sequence) -> None:
         """Release the sequence's blocks and row; idempotent."""
         if seq.row < 0:
@@ -69,12 +121,14 @@ class Lifecycle(ModelLifecycle):
         del self._live[seq.row]
         self._free_rows.append(seq.row)
         seq.block_table = []
+        seq.block_keys = []
         seq.num_computed_tokens = seq.num_cached_tokens = 0
         seq.row = -1
 
     def check(self) -> None:
         """Recount blocks and rows from the live sequences; raises `InvariantBroken` on any difference."""
-        self.blocks.check(seq.block_table for seq in self._live.values())
+        self.blocks.check((seq.block_table for seq in self._live.values()), self.prefix.blocks())
+        self.prefix.check()
         rows = sorted([*self._live, *self._free_rows])
         if rows != list(range(len(rows))):
             raise InvariantBroken(f"sequence rows {rows} aren't each free or held once.")
