@@ -10,13 +10,16 @@ from typing import TYPE_CHECKING, Any
 from engine.errors import CheckpointError, RequestError
 from engine.families.base import Family, TensorSpec
 from engine.families.config import ModelConfig, Reader
+from engine.families.gemma3 import FAMILY as GEMMA3
 from engine.families.llama import FAMILY as LLAMA
+from engine.families.qwen2 import FAMILY as QWEN2
+from engine.families.qwen3 import FAMILY as QWEN3
 from engine.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from engine.weights.checkpoint import Checkpoint
 
-FAMILIES: tuple[Family, ...] = (LLAMA,)
+FAMILIES: tuple[Family, ...] = (LLAMA, QWEN2, QWEN3, GEMMA3)
 CHAT_MAX_TOKENS = 2048
 __all__ = ["FAMILIES", "Family", "ModelConfig", "TensorSpec", "chat_defaults", "family_named", "identify", "match_tensors"]
 

@@ -174,6 +174,12 @@ class Reader:
         if value is not None and value not in allowed:
             raise CheckpointError(f"{self.where}: {key} = {value!r} isn't supported (only {', '.join(map(repr, allowed))}).")
 
+    def with_values(self, **values: Any) -> Reader:
+        """The same reader with some values put in; what was read so far stays read."""
+        other = Reader({**self.values, **values}, self.where)
+        other._read = self._read
+        return other
+
     def ignore(self, *keys: str) -> None:
         """Note keys that change nothing of the forward pass."""
         self._read.update(keys)

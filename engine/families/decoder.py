@@ -1,0 +1,206 @@
+"""The plain pre-norm decoder that Llama and Qwen share: configs, tensor names, and one class that a family file fills in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from engine.errors import CheckpointError
+from engine.families.base import TensorSpec
+from engine.families.config import HARMLESS_KEYS, LayerConfig, ModelConfig, Reader, RopeConfig, read_rope
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from engine.weights.checkpoint import Checkpoint
+
+
+@dataclass(frozen=True, slots=True)
+class PlainDecoder:
+    """A family whose checkpoints differ from Llama's in a few options only.
+
+    qkv_bias: q, k and v always have a bias and o never (Qwen2); else `attention_bias` of the config says so for all four.
+    qk_norm: RMS norm of every head's q and k. gguf_pairs_apart: whether GGUF files of it hold q and k in Hugging Face's row
+    order (llama.cpp's converter reorders only llama's).
+    """
+
+    name: str
+    architectures: tuple[str, ...]
+    gguf_architectures: tuple[str, ...]
+    default_max_position: int
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    gguf_pairs_apart: bool = True
+
+    def config_from_hf(self, reader: Reader, name: str) -> ModelConfig:
+        heads, hidden = reader.whole("num_attention_heads"), reader.whole("hidden_size")
+        head_dim = reader.whole("head_dim", 128 if self.qk_norm else hidden // max(heads, 1))
+        rope = read_rope(reader, head_dim, 10000.0)
+        reader.expect("hidden_act", "silu")
+        reader.expect("quantization_config")
+        bias = reader.flag("attention_bias", False)
+        config = ModelConfig(
+            family=self.name,
+            name=name,
+            hidden_size=hidden,
+            intermediate_size=reader.whole("intermediate_size"),
+            num_heads=heads,
+            num_kv_heads=reader.whole("num_key_value_heads", heads),
+            head_dim=head_dim,
+            vocab_size=reader.whole("vocab_size"),
+            max_position=reader.whole("max_position_embeddings", self.default_max_position),
+            rms_eps=reader.number("rms_norm_eps", 1e-6),
+            layers=tuple(LayerConfig(window=window, rope=rope) for window in read_windows(reader)),
+            attention_scale=max(head_dim, 1) ** -0.5,
+            attention_bias=self.qkv_bias or bias,
+            output_bias=bias and not self.qkv_bias,
+            mlp_bias=reader.flag("mlp_bias", False),
+            qk_norm=self.qk_norm,
+            tied_head=reader.flag("tie_word_embeddings", False),
+        )
+        reader.ignore(*HARMLESS_KEYS)
+        reader.refuse_rest()
+        return config
+
+    def config_from_gguf(self, reader: Reader, name: str, checkpoint: Checkpoint) -> ModelConfig:
+        arch = self.gguf_architectures[0]
+        config = gguf_decoder_config(reader, arch, self.name, name, checkpoint)
+        if not self.gguf_pairs_apart:
+            # The row order below is the whole head's: a partly rotated head would need another.
+            reader.expect(f"{arch}.rope.dimension_count", config.head_dim)
+        reader.refuse_rest(f"{arch}.")
+        return config
+
+    def tensors(self, config: ModelConfig, gguf: bool) -> list[TensorSpec]:
+        arrange = None if self.gguf_pairs_apart else lambda heads: _half_split(heads, config.head_dim)
+        return decoder_tensors(config, gguf, arrange)
+
+    def ignored(self, source: str) -> bool:
+        return source.endswith("rotary_emb.inv_freq") or source == "rope_freqs.weight"
+
+
+def read_windows(reader: Reader) -> list[int | None]:
+    """Each layer's sliding window in tokens, None for full attention: from `layer_types` where they are listed, else from
+    `use_sliding_window`, which gives one to the layers from `max_window_layers` on."""
+    layers = reader.layer_count("num_hidden_layers")
+    types, window = reader.get("layer_types"), reader.get("sliding_window")
+    used = reader.flag("use_sliding_window", types is not None)
+    if types is None:
+        first = reader.whole("max_window_layers", layers) if used else layers
+        types = ["full_attention"] * min(first, layers) + ["sliding_attention"] * max(0, layers - first)
+    if not isinstance(types, list) or len(types) != layers or set(types) - {"full_attention", "sliding_attention"}:
+        raise CheckpointError(
+            f"{reader.where}: layer_types must name full_attention or sliding_attention for each of {layers} layers."
+        )
+    if "sliding_attention" in types and (isinstance(window, bool) or not isinstance(window, int) or window < 1):
+        raise CheckpointError(f"{reader.where}: sliding_window must be a whole number of tokens, not {window!r}.")
+    return [window if kind == "sliding_attention" else None for kind in types]
+
+
+def _half_split(heads: int, head_dim: int) -> Callable[[Tensor], Tensor]:
+    """llama.cpp stores llama's q and k with the two channels of a rotated pair side by side; this puts the halves apart
+    again, as Hugging Face has them (the inverse of its converter's permutation). Rows move whole: raw blocks may be moved too."""
+
+    def arrange(rows: Tensor) -> Tensor:
+        rest = rows.shape[1:]
+        return rows.reshape(heads, head_dim // 2, 2, *rest).transpose(1, 2).reshape(heads * head_dim, *rest)
+
+    return arrange
+
+
+def gguf_decoder_config(reader: Reader, arch: str, family: str, name: str, checkpoint: Checkpoint) -> ModelConfig:
+    """The ModelConfig of a plain decoder's GGUF metadata under the prefix `arch`."""
+    import torch
+
+    shapes = {info.name: info.shape for info in checkpoint.tensors.values()}
+    key = f"{arch}.".__add__
+    hidden, heads = reader.whole(key("embedding_length")), reader.whole(key("attention.head_count"))
+    head_dim = reader.whole(key("attention.key_length"), hidden // max(heads, 1))
+    reader.expect(key("attention.value_length"), head_dim)
+    embedding = shapes.get("token_embd.weight")
+    if embedding is None or len(embedding) != 2:
+        raise CheckpointError(f"{reader.where}: token_embd.weight is missing; the file holds no whole model.")
+    vocab_size = reader.whole(key("vocab_size"), embedding[0])
+    rotary = reader.whole(key("rope.dimension_count"), head_dim)
+    theta = reader.number(key("rope.freq_base"), 10000.0)
+    scaling = reader.text(key("rope.scaling.type"), "none")
+    if scaling not in ("none", "linear"):
+        raise CheckpointError(f"{reader.where}: rope scaling {scaling!r} isn't supported (none and linear are).")
+    factor = reader.number(key("rope.scaling.factor"), reader.number(key("rope.scale_linear"), 1.0))
+    rope = RopeConfig(theta, rotary, "linear" if factor != 1.0 else "default", factor)
+    if "rope_freqs.weight" in checkpoint.tensors:
+        # Llama 3.1's stretching, worked out by the converter: one divisor for each rotated pair.
+        rope = replace(rope, freq_factors=tuple(checkpoint.read("rope_freqs.weight", torch.float32).flatten().tolist()))
+    reader.ignore(key("rope.scaling.original_context_length"), key("rope.scaling.finetuned"))
+    return ModelConfig(
+        family=family,
+        name=name,
+        hidden_size=hidden,
+        intermediate_size=reader.whole(key("feed_forward_length")),
+        num_heads=heads,
+        num_kv_heads=reader.whole(key("attention.head_count_kv"), heads),
+        head_dim=head_dim,
+        vocab_size=vocab_size,
+        max_position=reader.whole(key("context_length")),
+        rms_eps=reader.number(key("attention.layer_norm_rms_epsilon")),
+        layers=(LayerConfig(rope=rope),) * reader.layer_count(key("block_count")),
+        attention_scale=max(head_dim, 1) ** -0.5,
+        attention_bias="blk.0.attn_q.bias" in shapes,
+        output_bias="blk.0.attn_output.bias" in shapes,
+        qk_norm="blk.0.attn_q_norm.weight" in shapes,
+        tied_head="output.weight" not in shapes,
+    )
+
+
+def decoder_tensors(
+    config: ModelConfig, gguf: bool, arrange_qk: Callable[[int], Callable[[Tensor], Tensor]] | None
+) -> list[TensorSpec]:
+    """The tensors of a plain pre-norm decoder, as Llama, Qwen and Gemma have them.
+
+    arrange_qk: for a head count, what reorders the rows of q and k of a GGUF file.
+    """
+    hidden, inter, dim = config.hidden_size, config.intermediate_size, config.head_dim
+    q_rows, kv_rows = config.num_heads * dim, config.num_kv_heads * dim
+    specs: list[TensorSpec] = []
+
+    def add(name: str, gguf_name: str, shape: tuple[int, ...], kind: str, arrange: Any = None) -> None:
+        specs.append(TensorSpec(name, shape, kind, gguf_name if gguf else name, arrange if gguf else None))
+
+    add("model.embed_tokens.weight", "token_embd.weight", (config.vocab_size, hidden), "embedding")
+    for i in range(config.num_layers):
+        to, blk = f"model.layers.{i}.", f"blk.{i}."
+        arrange_q = arrange_qk(config.num_heads) if arrange_qk else None
+        arrange_k = arrange_qk(config.num_kv_heads) if arrange_qk else None
+        add(to + "input_layernorm.weight", blk + "attn_norm.weight", (hidden,), "norm")
+        projections = (
+            ("q_proj", "attn_q", q_rows, hidden, config.attention_bias, arrange_q),
+            ("k_proj", "attn_k", kv_rows, hidden, config.attention_bias, arrange_k),
+            ("v_proj", "attn_v", kv_rows, hidden, config.attention_bias, None),
+            ("o_proj", "attn_output", hidden, q_rows, config.output_bias, None),
+        )
+        for ours, theirs, rows, columns, bias, arrange in projections:
+            add(f"{to}self_attn.{ours}.weight", f"{blk}{theirs}.weight", (rows, columns), "attention", arrange)
+            if bias:
+                add(f"{to}self_attn.{ours}.bias", f"{blk}{theirs}.bias", (rows,), "attention", arrange)
+        if config.qk_norm:
+            add(to + "self_attn.q_norm.weight", blk + "attn_q_norm.weight", (dim,), "norm")
+            add(to + "self_attn.k_norm.weight", blk + "attn_k_norm.weight", (dim,), "norm")
+        if config.sandwich_norms:
+            add(to + "post_attention_layernorm.weight", blk + "post_attention_norm.weight", (hidden,), "norm")
+            add(to + "pre_feedforward_layernorm.weight", blk + "ffn_norm.weight", (hidden,), "norm")
+            add(to + "post_feedforward_layernorm.weight", blk + "post_ffw_norm.weight", (hidden,), "norm")
+        else:
+            add(to + "post_attention_layernorm.weight", blk + "ffn_norm.weight", (hidden,), "norm")
+        for ours, theirs, rows, columns in (
+            ("gate_proj", "ffn_gate", inter, hidden),
+            ("up_proj", "ffn_up", inter, hidden),
+            ("down_proj", "ffn_down", hidden, inter),
+        ):
+            add(f"{to}mlp.{ours}.weight", f"{blk}{theirs}.weight", (rows, columns), "mlp")
+            if config.mlp_bias:
+                add(f"{to}mlp.{ours}.bias", f"{blk}{theirs}.bias", (rows,), "mlp")
+    add("model.norm.weight", "output_norm.weight", (hidden,), "norm")
+    if not config.tied_head:
+        add("lm_head.weight", "output.weight", (config.vocab_size, hidden), "head")
+    return specs
