@@ -22,7 +22,6 @@ from engine.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from engine.engine import Engine
-
     from engine.request import Completion, RequestHandle, Stats
     from engine.view import EngineView
 
