@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 
 @dataclass(slots=True)
@@ -64,6 +65,33 @@ class TokenMatcher:
                         cut.append(token_id)
             pieces = cut
         return pieces
+
+    def may_end_in(self, text: str) -> bool:
+        """Whether a token could end at the start of `text`, or hold all of it, with other text written around it."""
+        return any(text[:length] in self._tails for length in range(1, min(len(text), self._longest) + 1)) or self._inside(text)
+
+    def may_begin_in(self, text: str) -> bool:
+        """Whether a token could begin at the end of `text`, or hold all of it, with other text written around it."""
+        return any(text[-length:] in self._heads for length in range(1, min(len(text), self._longest) + 1)) or self._inside(text)
+
+    def _inside(self, text: str) -> bool:
+        return 0 < len(text) < self._longest and text in self._joined
+
+    @cached_property
+    def _longest(self) -> int:
+        return max(map(len, self._ids), default=0)
+
+    @cached_property
+    def _tails(self) -> frozenset[str]:
+        return frozenset(token[start:] for token in self._ids for start in range(1, len(token)))
+
+    @cached_property
+    def _heads(self) -> frozenset[str]:
+        return frozenset(token[:end] for token in self._ids for end in range(1, len(token)))
+
+    @cached_property
+    def _joined(self) -> str:
+        return "\n".join(self._ids)
 
     def _present(self, text: str) -> Iterator[str]:
         # Thousands of `<unused…>` share a beginning: one search rules them all out.
