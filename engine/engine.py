@@ -20,7 +20,7 @@ from engine.commands import CancelRequest, Command, Ticket
 from engine.config import EngineConfig
 from engine.errors import EngineStopped, FootplateError, RequestError
 from engine.request import Completion, Request, RequestHandle
-from engine.sampling import SamplingParams
+from engine.sampling import MAX_SEED, SamplingParams
 from engine.view import EngineState, EngineView, LoadProgress, ModelView
 
 if TYPE_CHECKING:
@@ -150,6 +150,27 @@ class Engine:
         ids, note = self._token_ids(served, prompt, messages)
         self._check_request(served, ids, params)
         return self._queue(served, ids, params, title, note)
+
+    def sample(
+        self,
+        num_samples: int,
+        prompt: str | Sequence[int] | None = None,
+        *,
+        messages: Sequence[Mapping[str, Any]] | None = None,
+        params: SamplingParams | None = None,
+        title: str = "",
+    ) -> list[RequestHandle]:
+        """Queue `num_samples` requests for one prompt and return their handles. The prompt is computed once: the others reuse its
+        blocks from the prefix cache. Sample i draws with seed + i. Raises as `submit`, before any is queued."""
+        if isinstance(num_samples, bool) or not isinstance(num_samples, int) or num_samples < 1:
+            raise RequestError(f"the number of samples must be a whole number of at least 1, not {num_samples!r}.")
+        served = self._serving()
+        params = params or SamplingParams()
+        ids, note = self._token_ids(served, prompt, messages)
+        self._check_request(served, ids, params)
+        seed = params.seed if params.seed is not None else secrets.randbelow(2**62)
+        each = [dataclasses.replace(params, seed=(seed + i) % (MAX_SEED + 1)) for i in range(num_samples)]
+        return [self._queue(served, ids, one, title, note) for one in each]
 
     def generate(
         self,

@@ -1,13 +1,13 @@
 """The scheduler: who runs in the next step, with how many tokens. It owns requests and their lifetimes, and knows no tensors.
 
-Decode comes first, one token for every running answer; what is left of the token budget goes to prompts, first come
-first served. When blocks run out, the newest running request is preempted: its blocks are freed and it is computed again.
+Decode comes first, one token for every running answer; what is left of the token budget is shared by the prompts. When
+blocks run out, the newest running request is preempted: its blocks are freed and it is computed again.
 """
 
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -113,24 +113,36 @@ class Scheduler:
             rows.append(PlanRow(job.seq, 1, 1))
         jobs = list(decode)
         left = self.max_batch_tokens - len(rows)
-        for job in self.running:
-            if left <= 0:
+        prefill = sorted((job for job in self.running if job.state != "decode"), key=_num_missing)
+        for index, job in enumerate(prefill):
+            # Shortest first, each with an equal share of what is left: a short prompt never waits for a long one's end.
+            length = min(_num_missing(job), left // (len(prefill) - index) or left)
+            if not length:
                 break
-            if job.seq is None or job.state == "decode":
-                continue
-            missing = job.seq.num_tokens - job.seq.num_computed_tokens
-            length = min(missing, left)
-            rows.append(PlanRow(job.seq, length, int(length == missing)))
+            assert job.seq is not None
+            rows.append(PlanRow(job.seq, length, int(length == _num_missing(job))))
             jobs.append(job)
             left -= length
         return rows, jobs
 
+    def _next_waiting(self) -> list[Job]:
+        """The waiting jobs in the order they may start: preempted ones first, then those of the chat (title) with the fewest
+        running requests, so that one chat's many don't shut another out; among equals first come, first served."""
+        ahead = Counter(job.request.title for job in self.running)
+        keys: dict[int, tuple[bool, int]] = {}
+        for job in self.waiting:
+            keys[id(job)] = (not job.num_preemptions, ahead[job.request.title])
+            ahead[job.request.title] += 1
+        return sorted(self.waiting, key=lambda job: keys[id(job)])
+
     def _admit(self) -> None:
-        """Start waiting jobs in order, as long as a row and the blocks of the whole prompt are there for each. A job whose
+        """Start waiting jobs, as long as a row and the blocks of the whole prompt are there for each. A job whose
         next block a running prefill is about to cache waits for it, and lets others pass."""
+        if not self.waiting or not self.lifecycle.num_free_rows:
+            return
         promised = sum(self._unreserved(job) for job in self.running)
         coming = {key for job in self.running if job.state == "prefill" for key in job.keys}
-        for job in list(self.waiting):
+        for job in self._next_waiting():
             if not self.lifecycle.num_free_rows or len(self.running) >= self.max_batch:
                 return
             tokens = job.known_token_ids()
@@ -183,3 +195,9 @@ class Scheduler:
         job.num_preemptions += 1
         self.preempted.append(job)
         self.waiting.appendleft(job)
+
+
+def _num_missing(job: Job) -> int:
+    """Known ids of a running job that aren't computed yet."""
+    assert job.seq is not None
+    return job.seq.num_tokens - job.seq.num_computed_tokens
