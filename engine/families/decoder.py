@@ -124,10 +124,12 @@ def gguf_decoder_config(reader: Reader, arch: str, family: str, name: str, check
     vocab_size = reader.whole(key("vocab_size"), embedding[0])
     rotary = reader.whole(key("rope.dimension_count"), head_dim)
     theta = reader.number(key("rope.freq_base"), 10000.0)
-    scaling = reader.text(key("rope.scaling.type"), "none")
+    scaling = reader.text(key("rope.scaling.type"), "linear")
     if scaling not in ("none", "linear"):
         raise CheckpointError(f"{reader.where}: rope scaling {scaling!r} isn't supported (none and linear are).")
     factor = reader.number(key("rope.scaling.factor"), reader.number(key("rope.scale_linear"), 1.0))
+    if scaling == "none" or factor == 0.0:
+        factor = 1.0  # as llama.cpp: "none" wins over a factor, and 0 means that there is none
     rope = RopeConfig(theta, rotary, "linear" if factor != 1.0 else "default", factor)
     if "rope_freqs.weight" in checkpoint.tensors:
         # Llama 3.1's stretching, worked out by the converter: one divisor for each rotated pair.
