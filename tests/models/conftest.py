@@ -3,27 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
-from transformers import LlamaForCausalLM
-
-from closeness import Expected
 from oracle import expected_of
-from tiny_llamas import VARIANTS, VOCAB, make_llama
+from tiny_llamas import VARIANTS, VOCAB, TinyLlama, make_llama
 
 # 40 ids: over nine blocks of 4 and over two of 16, a whole number of neither 7s nor 16s.
 PROMPT = [(37 * i * i + 11 * i + 5) % VOCAB for i in range(40)]
-
-
-@dataclass(frozen=True)
-class TinyLlama:
-    """A checkpoint directory, the model it was saved from, and what that says of PROMPT."""
-
-    path: Path
-    model: LlamaForCausalLM
-    expected: Expected
 
 
 @pytest.fixture(scope="session")

@@ -8,11 +8,10 @@ from unittest.mock import patch
 
 import gguf
 import torch
+from closeness import Expected, Split, expect
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
-
-from closeness import Expected, Split, expect
 
 
 @torch.inference_mode()

@@ -11,17 +11,16 @@ from typing import Any
 import gguf
 import pytest
 import torch
-from gguf import GGMLQuantizationType as Kind
-
 from closeness import judge, pieces
-from conftest import TinyLlama
+from gguf import GGMLQuantizationType as Kind
+from oracle import expected_of, oracle_logits
+from tiny_llamas import LLAMA3, VARIANTS, VOCAB, TinyLlama, make_llama, rounded_to, write_gguf
+from under_test import all_logits, chunk_logits, loaded
+
 from engine.errors import CheckpointError
 from engine.layers.rope import RopeTable
 from engine.model.base import PrefillSlice
 from engine.model.transformer import TransformerModel
-from oracle import expected_of, oracle_logits
-from tiny_llamas import LLAMA3, VARIANTS, VOCAB, make_llama, rounded_to, write_gguf
-from under_test import all_logits, chunk_logits, loaded
 
 Variants = Callable[[str], TinyLlama]
 each_variant = pytest.mark.parametrize("name", VARIANTS)

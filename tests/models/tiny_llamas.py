@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import gguf
 import numpy as np
 import torch
+from closeness import Expected
 from gguf import GGMLQuantizationType, GGUFWriter
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -33,6 +35,15 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "llama3 rope": {"rope_parameters": LLAMA3},
     "large rope base": {"rope_parameters": {"rope_type": "default", "rope_theta": 100000.0}},
 }
+
+
+@dataclass(frozen=True)
+class TinyLlama:
+    """A checkpoint directory, the model it was saved from, and what that says of the tests' prompt."""
+
+    path: Path
+    model: LlamaForCausalLM
+    expected: Expected
 
 
 def make_llama(seed: int = 20, **changes: Any) -> LlamaForCausalLM:

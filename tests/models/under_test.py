@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from closeness import Split
 from torch import Tensor
 
-from closeness import Split
 from engine.batch import PlanRow, StepPlan
 from engine.config import EngineConfig
 from engine.device import choose_device
