@@ -202,6 +202,13 @@ def test_a_header_over_the_limit_is_refused_though_the_file_holds_it(model, monk
         open_checkpoint(model(keys(pair("a", STRING, text("x" * 100)))))
 
 
+def test_a_string_over_the_limit_is_refused_though_the_file_holds_it(model, monkeypatch):
+    monkeypatch.setattr("engine.weights.gguf.MAX_STRING_BYTES", 100)
+    open_checkpoint(model(keys(pair("a", STRING, text("x" * 100))))).close()
+    with pytest.raises(CheckpointError, match="100 is the most"):
+        open_checkpoint(model(keys(pair("a", STRING, text("x" * 101)))))
+
+
 def test_every_value_type_is_read_as_the_package_wrote_it(tmp_path):
     path = tmp_path / "model.gguf"
     writer = gguf_package.GGUFWriter(path, "llama")

@@ -67,7 +67,7 @@ def test_a_directory_with_several_ggufs_asks_which(tiny_gguf):
     ("files", "word"),
     [
         ((), "holds neither"),
-        (("model.safetensors",), "config.json"),
+        (("model.safetensors",), "has no config.json"),
         (("adapter_config.json", "adapter_model.safetensors"), "LoRA adapter"),
     ],
 )

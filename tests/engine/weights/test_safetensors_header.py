@@ -30,8 +30,8 @@ def one(**changes: object) -> bytes:
 
 
 FAULTS = {
-    "an empty file": (b"", "truncated"),
-    "7 bytes": (bytes(7), "truncated"),
+    "an empty file": (b"", "too few"),
+    "7 bytes": (bytes(7), "too few"),
     "a header length of 2^64-1": (packed({}, length=(1 << 64) - 1), "header of"),
     "a header length past the end": (packed({}, b"", length=3), "header of"),
     "a header that is no JSON": (packed(b"{weight"), "JSON"),
@@ -107,6 +107,14 @@ def test_a_header_over_100_mb_is_refused_though_the_file_holds_it(directory):
         file.write(struct.pack("<Q", 100_000_001))
         file.truncate(200_000_000)  # sparse: takes no space
     with pytest.raises(CheckpointError, match="100000000 is the most"):
+        open_checkpoint(directory)
+
+
+def test_a_config_over_the_limit_is_refused_before_it_is_read(directory):
+    (directory / "model.safetensors").write_bytes(one())
+    with (directory / "config.json").open("wb") as file:
+        file.truncate(1 << 30)  # sparse: takes no space
+    with pytest.raises(CheckpointError, match="is the most"):
         open_checkpoint(directory)
 
 
