@@ -17,11 +17,14 @@ from kernels.attention.eager import AttentionPlan, Span, plan_attention
 @dataclass(frozen=True, slots=True)
 class PlanRow:
     """One sequence's part of a step: its next `q_len` uncomputed tokens; the last `num_logits` of those rows get logits
-    (0: a chunk that isn't the prompt's last, 1: decode or a last chunk, more: verify rows)."""
+    (0: a chunk that isn't the prompt's last, 1: decode or a last chunk, more: verify rows). snapshots: (offset, slot) pairs, where
+    the recurrent state after `offset` of the rows is copied to; row_slots: where that after each row goes."""
 
     seq: Sequence
     q_len: int
     num_logits: int
+    snapshots: tuple[tuple[int, int], ...] = ()
+    row_slots: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,16 +43,31 @@ class StepPlan:
         return sum(row.num_logits for row in self.rows)
 
 
+@dataclass(frozen=True, slots=True)
+class StateSpan:
+    """Rows [start, start + q_len) of one sequence, for recurrent layers: `slot` holds its state. snapshots: (offset, slot) pairs,
+    the state after the first `offset` rows goes to that slot too. row_slots: of a verify, where the state after each row goes."""
+
+    start: int
+    q_len: int
+    slot: int
+    snapshots: tuple[tuple[int, int], ...] = ()
+    row_slots: tuple[int, ...] = ()
+
+
 @dataclass(slots=True)
 class Batch:
     """One ragged batch on the device. token_ids, positions, slots: int64 `[rows]`, slots being token slots of the KV pool;
-    logit_rows: int64 `[num_logits]`, which rows get logits. rope: (cos, sin) of the rows for every rope of the model."""
+    logit_rows: int64 `[num_logits]`, which rows get logits. rope: (cos, sin) of the rows for every rope of the
+    model. Of a hybrid model, state_slots: int64 `[decode rows]`, and a StateSpan for every longer part."""
 
     token_ids: Tensor
     positions: Tensor
     slots: Tensor
     logit_rows: Tensor
     attention: AttentionPlan
+    state_slots: Tensor
+    state_spans: tuple[StateSpan, ...] = ()
     rope: Mapping[RopeConfig, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
 
@@ -74,7 +92,7 @@ class BatchBuilder:
         self.block_size = block_size
         self.null_slot = null_slot
         pinned = device.type == "cuda"
-        self._host = torch.zeros(3 * max_batch_tokens + max_logits, dtype=torch.int64, pin_memory=pinned)
+        self._host = torch.zeros(3 * max_batch_tokens + max_logits + max_batch, dtype=torch.int64, pin_memory=pinned)
         self._numbers = self._host.numpy()
         self._device = torch.zeros_like(self._host, device=device) if pinned else self._host
         self._host_tables = torch.zeros((max_batch, max_blocks), dtype=torch.int64, pin_memory=pinned)
@@ -116,8 +134,11 @@ class BatchBuilder:
             logit_rows += range(at - part.num_logits, at)
         end = 3 * tokens + len(logit_rows)
         numbers[3 * tokens : end] = logit_rows
+        num_decode = next((i for i, span in enumerate(spans) if span.q_len != 1), len(spans))
+        states_end = end + num_decode
+        numbers[end:states_end] = [part.seq.ssm_slot for part in plan.rows[:num_decode]]
         if self._device is not self._host:
-            self._device[:end].copy_(self._host[:end], non_blocking=True)
+            self._device[:states_end].copy_(self._host[:states_end], non_blocking=True)
             self.block_tables.copy_(self._host_tables, non_blocking=True)
         device = self._device
         return Batch(
@@ -126,6 +147,11 @@ class BatchBuilder:
             slots=device[2 * tokens : 3 * tokens],
             logit_rows=device[3 * tokens : end],
             attention=plan_attention(spans, self.block_tables, size, self.null_slot),
+            state_slots=device[end:states_end],
+            state_spans=tuple(
+                StateSpan(span.start, span.q_len, part.seq.ssm_slot, part.snapshots, part.row_slots)
+                for span, part in zip(spans[num_decode:], plan.rows[num_decode:], strict=True)
+            ),
         )
 
     def _update_table(self, seq: Sequence) -> None:

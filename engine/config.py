@@ -16,7 +16,9 @@ class EngineConfig:
     """What an engine is started with; each field is the flag of the same name.
 
     `None` (and "auto") mean "decided at load time from the checkpoint and the machine"; the
-    decision is shown in the view. Raises `FootplateError` naming the flag when a value can't work.
+    decision is shown in the view. The ssm_ fields concern hybrid models: snapshot slots of recurrent state, tokens between the
+    snapshots of a long answer, and verify rows a sequence can roll back to. Raises `FootplateError` naming the flag when
+    a value can't work.
     """
 
     model: str = DEFAULT_MODEL
@@ -28,6 +30,9 @@ class EngineConfig:
     max_seq_len: int | None = None
     max_batch: int = 16
     max_batch_tokens: int = 512
+    ssm_cache_slots: int = 16
+    ssm_checkpoint_interval: int = 256
+    ssm_draft_rows: int = 0
 
     def __post_init__(self) -> None:
         if not self.model:
@@ -42,6 +47,10 @@ class EngineConfig:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise FootplateError(f"--{flag.replace('_', '-')} must be a whole number of at least 1, not {value!r}.")
+        for flag, least in (("ssm_cache_slots", 0), ("ssm_checkpoint_interval", 1), ("ssm_draft_rows", 0)):
+            value = getattr(self, flag)
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise FootplateError(f"--{flag.replace('_', '-')} must be a whole number of at least {least}, not {value!r}.")
         if self.max_batch_tokens < self.max_batch:
             raise FootplateError(
                 f"--max-batch-tokens {self.max_batch_tokens} is below --max-batch {self.max_batch}: a step could not "

@@ -166,6 +166,9 @@ class EngineLoop:
         forward_s = time.perf_counter() - forward_begin
         now = time.monotonic()
         first = [job for job in drawing if job.first_token_s is None]
+        for job in jobs[: plan.num_decode]:
+            if job.seq is not None:
+                self.model.ssm_state.decode_marconi_checkpoint(job.seq)
         for job in jobs[plan.num_decode :]:
             if job.seq is not None:
                 # At once, so that requests that share the prompt needn't wait for the answer's end.
@@ -226,6 +229,7 @@ class EngineLoop:
                 forward=self.model.circuit.forward_disclosure(),
                 step=self.step,
                 kv=self.model.lifecycle.blocks.view(),
+                ssm=self.model.ssm_view(),
                 memory=self._memory,
                 requests=tuple(_request_view(job, now) for job in scheduler.jobs()),
                 num_running=num_running,
@@ -268,6 +272,7 @@ def _request_view(job: Job, now: float) -> RequestView:
         num_blocks=len(seq.block_table) if seq else 0,
         waited_ms=((job.admitted_s or now) - job.request.submitted_s) * 1e3,
         cache_note=job.cache_note,
+        kv_matched_tokens=job.kv_matched_tokens,
     )
 
 

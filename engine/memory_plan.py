@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from engine.cache.ssm_layout import SsmShape, SsmSizes
 from engine.config import EngineConfig
 from engine.errors import MemoryPlanError
 from engine.families.config import ModelConfig
@@ -22,6 +23,7 @@ class MemoryPlan:
 
     weights_bytes: int
     kv_bytes: int
+    ssm_bytes: int
     workspace_bytes: int
     available_bytes: int
     num_kv_blocks: int
@@ -30,7 +32,7 @@ class MemoryPlan:
 
     @property
     def total_bytes(self) -> int:
-        return self.weights_bytes + self.kv_bytes + self.workspace_bytes
+        return self.weights_bytes + self.kv_bytes + self.ssm_bytes + self.workspace_bytes
 
 
 def plan_memory(
@@ -45,32 +47,50 @@ def plan_memory(
     max_seq_len = config.max_seq_len or model.max_position
     size = config.block_size
     layer_token_bytes = 2 * model.num_kv_heads * model.head_dim * itemsize
-    block_bytes = layer_token_bytes * model.num_layers * size
+    block_bytes = layer_token_bytes * max(model.num_attention_layers, 1) * size
     weights = weights_elements * itemsize
     workspace = _workspace_bytes(model, config, max_seq_len, itemsize, layer_token_bytes)
-    left = available_bytes - weights - workspace
+    ssm = _ssm_bytes(model, config, itemsize)
+    left = available_bytes - weights - workspace - ssm
     if config.num_kv_blocks is not None:
         blocks = config.num_kv_blocks
     elif on_gpu:
         blocks = int(left * GPU_KV_SHARE) // block_bytes - 1
     else:
         blocks = min(-(-min(2 * max_seq_len, CPU_KV_TOKENS) // size), int(left * CPU_KV_SHARE) // block_bytes - 1)
-    plan = MemoryPlan(
-        weights, (max(blocks, 1) + 1) * block_bytes, workspace, available_bytes, max(blocks, 1), block_bytes, max_seq_len
-    )
+    blocks = max(blocks, 1)
+    plan = MemoryPlan(weights, (blocks + 1) * block_bytes, ssm, workspace, available_bytes, blocks, block_bytes, max_seq_len)
     if plan.total_bytes > available_bytes:
         figures = (
-            f"{model.name} needs {_mib(weights)} for weights, {_mib(plan.kv_bytes)} for {plan.num_kv_blocks} KV blocks and "
-            f"{_mib(workspace)} of workspace, {_mib(plan.total_bytes)} in all; {_mib(available_bytes)} are available"
+            f"{model.name} needs {_mib(weights)} for weights, {_mib(plan.kv_bytes)} for {plan.num_kv_blocks} KV blocks, "
+            f"{_mib(ssm)} for recurrent state and {_mib(workspace)} of workspace, {_mib(plan.total_bytes)} in all; "
+            f"{_mib(available_bytes)} are available"
         )
         if config.num_kv_blocks is not None and left >= 2 * block_bytes:
             advice = f"lower --num-kv-blocks to {left // block_bytes - 1} or less"
+        elif ssm > available_bytes // 2:
+            advice = "lower --ssm-cache-slots, --max-batch or --ssm-draft-rows"
         elif itemsize == 4:
             advice = "use --dtype bfloat16, lower --max-batch-tokens or --max-seq-len, or choose a smaller model"
         else:
             advice = "lower --max-batch-tokens or --max-seq-len, or choose a smaller model"
         raise MemoryPlanError(f"{figures}: {advice}.")
     return plan
+
+
+def ssm_layout(model: ModelConfig, config: EngineConfig) -> tuple[SsmShape, SsmSizes] | None:
+    """The recurrent-state pool of a hybrid model, None for one without recurrent layers."""
+    delta = model.gated_delta
+    layers = model.num_layers - model.num_attention_layers
+    if delta is None or not layers:
+        return None
+    shape = SsmShape(layers, delta.num_v_heads, delta.key_dim, delta.value_dim, delta.conv_channels, delta.conv_kernel - 1)
+    return shape, SsmSizes(config.max_batch, config.ssm_draft_rows, config.ssm_cache_slots)
+
+
+def _ssm_bytes(model: ModelConfig, config: EngineConfig, itemsize: int) -> int:
+    layout = ssm_layout(model, config)
+    return layout[1].num_slots * layout[0].slot_bytes(itemsize) if layout is not None else 0
 
 
 def _workspace_bytes(model: ModelConfig, config: EngineConfig, max_seq_len: int, itemsize: int, layer_token_bytes: int) -> int:

@@ -36,6 +36,7 @@ class Job:
     num_preemptions: int = 0
     cached_tokens: int = 0
     cache_note: str = ""
+    kv_matched_tokens: int = 0
     first_token_s: float | None = None
     last_token_s: float | None = None
     admitted_s: float | None = None
@@ -87,9 +88,9 @@ class Scheduler:
             self.running.remove(job)
             if spoiled:
                 self.lifecycle.discard_prefix(job.seq)
+                self.lifecycle.free_sequence(job.seq)
             else:
-                self.lifecycle.cache_sequence(job.seq)
-            self.lifecycle.free_sequence(job.seq)
+                self.lifecycle.retire_sequence(job.seq)
             job.seq = None
         else:
             self.waiting.remove(job)
@@ -173,7 +174,7 @@ class Scheduler:
             job.order = self._order
             self._order += 1
             job.admitted_s = time.monotonic()
-            job.cached_tokens, job.cache_note = found.num_tokens, found.note
+            job.cached_tokens, job.cache_note, job.kv_matched_tokens = found.num_tokens, found.note, found.kv_tokens
         self.running.append(job)
         self.running.sort(key=lambda each: each.order)
 
@@ -189,8 +190,7 @@ class Scheduler:
             )
         assert job.seq is not None
         self.running.remove(job)
-        self.lifecycle.cache_sequence(job.seq)
-        self.lifecycle.free_sequence(job.seq)
+        self.lifecycle.retire_sequence(job.seq)
         job.seq = None
         job.num_preemptions += 1
         self.preempted.append(job)

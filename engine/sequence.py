@@ -12,6 +12,10 @@ class Sequence:
     block_table. row: index of its row in the model's device buffers, −1 when it holds none. adapter_id: part of
     its prefix identity, 0 for the base model. num_cached_tokens: how many of the computed tokens came from the
     prefix cache. block_keys: the prefix keys of its leading full blocks, as far as they were needed.
+
+    Of a hybrid model: ssm_slot is its live recurrent-state slot, −1 without one; ring_tokens the token count each ring entry holds
+    the state at; snapshot_points the token counts at which its prefill takes snapshots; pending_snapshots (slot, token count)
+    those written but not yet tied to a cached block.
     """
 
     __slots__ = (
@@ -22,7 +26,11 @@ class Sequence:
         "num_cached_tokens",
         "num_computed_tokens",
         "owner",
+        "pending_snapshots",
+        "ring_tokens",
         "row",
+        "snapshot_points",
+        "ssm_slot",
         "token_ids",
     )
 
@@ -36,6 +44,10 @@ class Sequence:
         self.row = row
         self.owner = owner
         self.adapter_id = adapter_id
+        self.ssm_slot = -1
+        self.ring_tokens: list[int | None] = [None, None]
+        self.snapshot_points: list[int] = []
+        self.pending_snapshots: list[tuple[int, int]] = []
 
     @property
     def num_tokens(self) -> int:

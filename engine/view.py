@@ -83,6 +83,22 @@ class KvView:
 
 
 @dataclass(frozen=True, slots=True)
+class SsmView:
+    """The recurrent-state pool of a hybrid model. Live slots: one a running sequence, each with `ring_entries` and `draft_rows`
+    more. `num_hits` of `num_lookups` prompts restored a snapshot."""
+
+    num_live: int
+    max_live: int
+    ring_entries: int
+    draft_rows: int
+    num_snapshots: int
+    max_snapshots: int
+    slot_bytes: int
+    num_hits: int
+    num_lookups: int
+
+
+@dataclass(frozen=True, slots=True)
 class MemoryItem:
     """One part of the memory picture, in bytes."""
 
@@ -103,7 +119,8 @@ class MemoryView:
 
 @dataclass(frozen=True, slots=True)
 class RequestView:
-    """One unfinished request. `cached_tokens` of the prompt came from the prefix cache; `cache_note` says why not more."""
+    """One unfinished request. `cached_tokens` of the prompt came from the prefix cache; `cache_note` says why not more. A hybrid
+    model may find more in its KV blocks, `kv_matched_tokens`, than a snapshot makes usable."""
 
     request_id: int
     title: str
@@ -116,6 +133,7 @@ class RequestView:
     num_blocks: int
     waited_ms: float
     cache_note: str = ""
+    kv_matched_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +199,7 @@ class EngineView:
     forward: ForwardView | None = None
     step: int = 0
     kv: KvView | None = None
+    ssm: SsmView | None = None
     memory: MemoryView | None = None
     requests: tuple[RequestView, ...] = ()
     num_running: int = 0

@@ -48,8 +48,8 @@ class RopeConfig:
 
 @dataclass(frozen=True, slots=True)
 class LayerConfig:
-    """What distinguishes one layer: `kind` of its token mixer; `window` in tokens (a query sees keys in (p − window, p]),
-    None for full attention; which rope it uses."""
+    """What distinguishes one layer: `kind` of its token mixer ("attention" or "gated_delta"); `window` in tokens (a query sees
+    keys in (p − window, p]), None for full attention; which rope it uses."""
 
     kind: str = "attention"
     window: int | None = None
@@ -57,11 +57,28 @@ class LayerConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class GatedDeltaConfig:
+    """Sizes of Gated DeltaNet layers (arXiv 2412.06464): heads, channels a head, and taps of the causal convolution before it."""
+
+    num_k_heads: int
+    num_v_heads: int
+    key_dim: int
+    value_dim: int
+    conv_kernel: int
+
+    @property
+    def conv_channels(self) -> int:
+        """Channels that go through the convolution: q, k and v side by side."""
+        return 2 * self.num_k_heads * self.key_dim + self.num_v_heads * self.value_dim
+
+
+@dataclass(frozen=True, slots=True)
 class ModelConfig:
     """The architecture of a decoder. Sizes count elements; `max_position` is the context it was made for, in tokens.
 
     norm_offset: added to every norm weight (Gemma stores w − 1). sandwich_norms: norms after attention and MLP too.
-    attention_scale: multiplies q·k. embedding_scale: multiplies the embedded rows.
+    output_gate: q_proj makes a sigmoid gate for attention's output too. gated_delta: sizes of the recurrent layers, None without
+    any. attention_scale: multiplies q·k. embedding_scale: multiplies the embedded rows.
     """
 
     family: str
@@ -85,6 +102,13 @@ class ModelConfig:
     sandwich_norms: bool = False
     embedding_scale: float = 1.0
     tied_head: bool = False
+    output_gate: bool = False
+    gated_delta: GatedDeltaConfig | None = None
+
+    @property
+    def num_attention_layers(self) -> int:
+        """Layers with keys and values in the paged cache."""
+        return sum(layer.kind == "attention" for layer in self.layers)
 
     @property
     def num_layers(self) -> int:
@@ -100,7 +124,14 @@ class ModelConfig:
             raise CheckpointError(f"{where}: {self.num_heads} heads can't share {self.num_kv_heads} kv heads evenly.")
         if not (math.isfinite(self.rms_eps) and self.rms_eps > 0):
             raise CheckpointError(f"{where}: the norm epsilon is {self.rms_eps}; it must be a positive number.")
+        delta = self.gated_delta
+        if delta is not None:
+            sizes = (delta.num_k_heads, delta.num_v_heads, delta.key_dim, delta.value_dim, delta.conv_kernel - 1)
+            if not all(1 <= size <= 2**16 for size in sizes) or delta.num_v_heads % delta.num_k_heads:
+                raise CheckpointError(f"{where}: its Gated DeltaNet sizes ({delta}) can't be those of a model.")
         for layer in self.layers:
+            if layer.kind != "attention":
+                continue
             rope = layer.rope
             if rope.rotary_dim % 2 or not 0 < rope.rotary_dim <= self.head_dim:
                 raise CheckpointError(f"{where}: {rope.rotary_dim} rotary channels don't fit a head of {self.head_dim}.")

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 from torch import Tensor
 
 from engine.batch import Batch
-from engine.layers.attention import Attention
 from engine.layers.mlp import GatedMlp
 from engine.layers.norm import RmsNorm
+
+
+class Mixer(Protocol):
+    """A token mixer: attention, or a recurrent layer."""
+
+    def __call__(self, x: Tensor, batch: Batch) -> Tensor:
+        """`[rows, hidden]` → the same."""
 
 
 class DecoderLayer:
@@ -16,7 +24,7 @@ class DecoderLayer:
     def __init__(
         self,
         input_norm: RmsNorm,
-        mixer: Attention,
+        mixer: Mixer,
         mlp_norm: RmsNorm,
         mlp: GatedMlp,
         mixer_post_norm: RmsNorm | None = None,

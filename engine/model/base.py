@@ -97,6 +97,59 @@ class ModelLifecycle:
         return 0
 
 
+class ModelSsmState:
+    """Recurrent state. A model without recurrent layers keeps these defaults."""
+
+    @property
+    def has_ssm_layers(self) -> bool:
+        """Whether some layer keeps a state that is advanced in place, which lowering a token count doesn't rewind."""
+        return False
+
+    @property
+    def decode_rollback_unsupported(self) -> bool:
+        """Whether some layer keeps per-sequence state that no snapshot covers; a rewind is then declined."""
+        return False
+
+    @property
+    def decode_rollback_ring_slots(self) -> int:
+        """Snapshot slots for rewinds per running sequence; 0 without any."""
+        return 0
+
+    def ssm_snapshot_occupancy(self) -> tuple[int, int] | None:
+        """Snapshot slots (used, total), or None without a snapshot pool."""
+        return None
+
+    def checkpoint_ssm_states(self, seq: Sequence) -> None:
+        """Save the state before a verify. Default: nothing."""
+
+    def rollback_ssm_states(self, seq: Sequence, num_accepted: int) -> None:
+        """Restore the state to where `num_accepted` rows of the last verify were accepted. Default: nothing."""
+
+    def save_decode_ssm_snapshot(self, seq: Sequence, ring_slot: int) -> None:
+        """Save the state into a ring entry. Default: nothing."""
+
+    def restore_decode_ssm_snapshot(self, seq: Sequence, ring_slot: int) -> None:
+        """Restore the state from a ring entry. Default: nothing."""
+
+    def decode_marconi_checkpoint(self, seq: Sequence) -> None:
+        """Keep a block-aligned snapshot during decode. Default: nothing."""
+
+    def start_checkpoint_async(self, seq: Sequence) -> None:
+        """`checkpoint_ssm_states` on the secondary stream; `sync_secondary` before the next verify."""
+        self.checkpoint_ssm_states(seq)
+
+    def start_rollback_and_checkpoint_async(self, seq: Sequence, num_accepted: int) -> None:
+        """Rollback, then checkpoint, on the secondary stream."""
+        self.rollback_ssm_states(seq, num_accepted)
+        self.checkpoint_ssm_states(seq)
+
+    def sync_secondary(self) -> None:
+        """Wait for the secondary stream. Default: nothing runs there."""
+
+    def commit_accepted_prefix(self, seq: Sequence, num_accepted: int, k: int) -> None:
+        """Commit the accepted prefix of a verify of k rows. Default: nothing."""
+
+
 class ModelStreams:
     """Streams and events. Default: one stream, in order, so that every event has always completed."""
 

@@ -6,16 +6,19 @@ sequence is touched) and runs it. An error of an admitted batch is raised, never
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
+from dataclasses import replace
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from engine.batch import BatchBuilder, PlanRow, StepPlan
 from engine.errors import BatchRefused
-from engine.families.config import RopeConfig
+from engine.families.config import ModelConfig, RopeConfig
 from engine.layers.decoder import DecoderLayer
+from engine.layers.linear import Linear
 from engine.layers.norm import RmsNorm
 from engine.layers.rope import RopeTable
 from engine.model.base import MixedBatchResult, MixedForwardResult, ModelForward, PrefillSlice, Stream
@@ -29,29 +32,34 @@ class Forward(ModelForward):
 
     def __init__(
         self,
-        embed: Callable[[Tensor], Tensor],
         layers: SequenceOf[DecoderLayer],
         final_norm: RmsNorm,
-        head: Callable[[Tensor], Tensor],
+        embedding: Tensor,
+        head: Linear,
+        config: ModelConfig,
         ropes: Mapping[RopeConfig, RopeTable],
         builder: BatchBuilder,
         lifecycle: Lifecycle,
         logits: Logits,
-        vocab_size: int,
     ) -> None:
-        self.embed = embed
         self.layers = layers
         self.final_norm = final_norm
+        self.embedding = embedding
         self.head = head
         self.ropes = ropes
         self.builder = builder
         self.lifecycle = lifecycle
         self.logits = logits
-        self.vocab_size = vocab_size
+        self.vocab_size = config.vocab_size
+        self.embedding_scale = config.embedding_scale
 
     @property
     def kv_block_size(self) -> int:
         return self.lifecycle.blocks.block_size
+
+    def prefill_tail_split(self, tokens: SequenceOf[int]) -> int | None:
+        """Where a prefill of `tokens` leaves a snapshot: the largest block multiple below its length. No chunk is split there."""
+        return self.lifecycle.ssm.tail_split(len(tokens)) if self.lifecycle.ssm is not None else None
 
     # The one pass
 
@@ -90,17 +98,37 @@ class Forward(ModelForward):
         self.admit(plan, row_base)
         for part in plan.rows:
             self.lifecycle.reserve(part.seq, part.seq.num_computed_tokens + part.q_len)
+        ssm = self.lifecycle.ssm
+        if ssm is not None:
+            plan = StepPlan(
+                tuple(replace(part, snapshots=ssm.take_snapshots(part.seq, part.q_len)) for part in plan.rows), plan.num_decode
+            )
+        try:
+            logits = self._compute(plan, row_base)
+        except BaseException:
+            if ssm is not None:
+                for part in plan.rows:
+                    ssm.give_back(part.snapshots)
+            raise
+        for part in plan.rows:
+            part.seq.advance(part.q_len)
+            if ssm is not None:
+                ssm.after_step(part.seq, part.q_len, part.snapshots)
+        return logits
+
+    def _compute(self, plan: StepPlan, row_base: int) -> Tensor | None:
         batch = self.builder.build(plan)
         batch.rope = {config: table.rows(batch.positions) for config, table in self.ropes.items()}
-        hidden = self.embed(batch.token_ids)
+        hidden = functional.embedding(batch.token_ids, self.embedding)
+        if self.embedding_scale != 1.0:
+            # Rounded to the model's dtype first, as Gemma's own code does.
+            hidden = hidden * torch.tensor(self.embedding_scale, dtype=hidden.dtype)
         for layer in self.layers:
             hidden = layer(hidden, batch)
         logits = None
         if plan.num_logits:
             hidden = self.final_norm(hidden.index_select(0, batch.logit_rows))
             logits = self.logits.store(hidden, self.head(hidden), row_base)
-        for part in plan.rows:
-            part.seq.advance(part.q_len)
         return logits
 
     # The seed's names for it

@@ -7,17 +7,29 @@ from collections.abc import Sequence as SequenceOf
 from engine.batch import BatchBuilder
 from engine.cache.blocks import BlockPool
 from engine.cache.prefix import PrefixMatch, PrefixTree
+from engine.cache.ssm_pool import SsmPool
 from engine.errors import BatchRefused, InvariantBroken
 from engine.model.base import ModelLifecycle, PrefixReclaim
+from engine.model.ssm_state import SsmState
 from engine.sequence import Sequence
 
 
 class Lifecycle(ModelLifecycle):
     """The only caller of the pools' alloc and free."""
 
-    def __init__(self, blocks: BlockPool, builder: BatchBuilder, max_batch: int, max_seq_len: int, kv_block_bytes: int) -> None:
+    def __init__(
+        self,
+        blocks: BlockPool,
+        builder: BatchBuilder,
+        max_batch: int,
+        max_seq_len: int,
+        kv_block_bytes: int,
+        ssm: SsmPool | None = None,
+        checkpoint_interval: int = 256,
+    ) -> None:
         self.blocks = blocks
-        self.prefix = PrefixTree(blocks)
+        self.prefix = PrefixTree(blocks, ssm)
+        self.ssm = SsmState(ssm, self.prefix, blocks.block_size, checkpoint_interval) if ssm is not None else None
         self.builder = builder
         self.max_seq_len = max_seq_len
         self.kv_block_bytes = kv_block_bytes
@@ -46,6 +58,8 @@ class Lifecycle(ModelLifecycle):
         if not self._free_rows:
             raise BatchRefused(f"all {len(self._live)} sequence rows are taken; wait for one to end or raise --max-batch.")
         seq = Sequence(min(budget_tokens, self.max_seq_len), self._free_rows.pop(), owner)
+        if self.ssm is not None:
+            seq.ssm_slot = self.ssm.pool.alloc_live()
         self._live[seq.row] = seq
         self.builder.forget_row(seq.row)
         return seq
@@ -72,6 +86,8 @@ class Lifecycle(ModelLifecycle):
             raise InvariantBroken("a prefix can only be adopted by an empty sequence.")
         keys = self.prompt_keys(tokens, seq.adapter_id) if keys is None else keys
         found = self.prefix.match(keys, len(tokens))
+        self.prefix.num_lookups += 1
+        self.prefix.num_hits += found.num_tokens > 0
         self.blocks.share(found.blocks, seq.owner)
         seq.block_keys = list(keys[: len(found.blocks)])
         self.prefix.touch(seq.block_keys)
@@ -79,16 +95,25 @@ class Lifecycle(ModelLifecycle):
         seq.append(list(tokens))
         seq.advance(found.num_tokens)
         seq.num_cached_tokens = found.num_tokens
+        if self.ssm is not None:
+            self.ssm.resume(seq, found, len(tokens))
         return found
 
     def cache_sequence(self, seq: Sequence) -> None:
         """Insert the sequence's computed tokens, prompt and generated, into the prefix cache: its full blocks. Call it before
         `free_sequence`, while they are valid."""
-        known = len(seq.block_keys)
-        if seq.row < 0 or seq.num_computed_tokens // self.blocks.block_size <= known:
-            return
-        seq.block_keys = self.prefix.keys(seq.token_ids, seq.adapter_id, seq.num_computed_tokens, seq.block_keys)
-        self.prefix.insert(seq.block_keys, seq.block_table)
+        if seq.row >= 0 and seq.num_computed_tokens // self.blocks.block_size > len(seq.block_keys):
+            seq.block_keys = self.prefix.keys(seq.token_ids, seq.adapter_id, seq.num_computed_tokens, seq.block_keys)
+            self.prefix.insert(seq.block_keys, seq.block_table)
+        if self.ssm is not None:
+            self.ssm.attach_pending(seq)
+
+    def retire_sequence(self, seq: Sequence) -> None:
+        """Cache what the sequence computed, its turn's end included, then free it."""
+        if self.ssm is not None:
+            self.ssm.keep_turn_end(seq)
+        self.cache_sequence(seq)
+        self.free_sequence(seq)
 
     def discard_prefix(self, seq: Sequence) -> None:
         """Take what the sequence put into the prefix cache out again: it ended in an error that may have spoiled it."""
@@ -116,6 +141,11 @@ class Lifecycle(ModelLifecycle):
             return
         if self._live.get(seq.row) is not seq:
             raise InvariantBroken(f"sequence row {seq.row} is freed by a sequence that doesn't hold it.")
+        if self.ssm is not None:
+            self.ssm.drop_pending(seq)
+            if seq.ssm_slot >= 0:
+                self.ssm.pool.free_live(seq.ssm_slot)
+                seq.ssm_slot = -1
         # The tail first: when the pool runs out, the beginning of a cached prefix is what should last longest.
         self.blocks.release(reversed(seq.block_table))
         del self._live[seq.row]
@@ -125,10 +155,27 @@ class Lifecycle(ModelLifecycle):
         seq.num_computed_tokens = seq.num_cached_tokens = 0
         seq.row = -1
 
+    def compact_sequence(self, seq: Sequence, new_slot: int) -> None:
+        """Move the sequence's recurrent state, its ring included, to live slot `new_slot`: a free one, or that of a retired
+        sequence, which must then be detached (`detach_slot_for_reuse`) at once."""
+        if self.ssm is None or new_slot == seq.ssm_slot:
+            return
+        if self.ssm.pool.is_free_live(new_slot):
+            self.ssm.pool.claim_live(new_slot)
+        self.ssm.move(seq, new_slot)
+
+    def detach_slot_for_reuse(self, seq: Sequence) -> None:
+        """Give up a retired sequence's recurrent-state slot, which `compact_sequence` has given to a surviving one: freeing this
+        sequence then doesn't release it."""
+        seq.ssm_slot = -1
+
     def check(self) -> None:
         """Recount blocks and rows from the live sequences; raises `InvariantBroken` on any difference."""
         self.blocks.check((seq.block_table for seq in self._live.values()), self.prefix.blocks())
         self.prefix.check()
+        if self.ssm is not None:
+            pending = [slot for seq in self._live.values() for slot, _ in seq.pending_snapshots]
+            self.ssm.pool.check((seq.ssm_slot for seq in self._live.values()), [*self.prefix.snapshots(), *pending])
         rows = sorted([*self._live, *self._free_rows])
         if rows != list(range(len(rows))):
             raise InvariantBroken(f"sequence rows {rows} aren't each free or held once.")

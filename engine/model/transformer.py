@@ -7,29 +7,27 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from engine.batch import BatchBuilder
 from engine.cache.blocks import BlockPool
+from engine.cache.ssm_pool import SsmPool
 from engine.config import EngineConfig
 from engine.device import Device
 from engine.errors import CheckpointError
 from engine.families import family_named, identify, match_tensors
 from engine.families.base import TensorSpec
-from engine.families.config import ModelConfig, RopeConfig
-from engine.layers.attention import Attention
-from engine.layers.decoder import DecoderLayer
+from engine.families.config import ModelConfig
 from engine.layers.linear import Linear
-from engine.layers.mlp import GatedMlp
 from engine.layers.norm import RmsNorm
 from engine.layers.rope import RopeTable
-from engine.memory_plan import MemoryPlan, plan_memory
-from engine.model.base import ModelCircuit
+from engine.memory_plan import MemoryPlan, plan_memory, ssm_layout
+from engine.model.base import ModelCircuit, ModelSsmState
+from engine.model.build import build_layers
 from engine.model.forward import Forward
 from engine.model.lifecycle import Lifecycle
 from engine.model.logits import Logits
 from engine.model.streams import streams_for
-from engine.view import MemoryItem
+from engine.view import MemoryItem, SsmView
 from engine.weights.store import WeightStore
 
 if TYPE_CHECKING:
@@ -41,7 +39,7 @@ Progress = Callable[[str, int, int], None]
 class TransformerModel:
     """A model and everything it holds on its device.
 
-    Capabilities: `forward`, `lifecycle`, `logits`, `streams`, `circuit`. `teardown` releases the device memory
+    Capabilities: `forward`, `lifecycle`, `logits`, `ssm_state`, `streams`, `circuit`. `teardown` releases the device memory
     newest first and is idempotent; the model is a context manager that ends with it.
     """
 
@@ -58,7 +56,7 @@ class TransformerModel:
         slots = (plan.num_kv_blocks + 1) * engine_config.block_size
         # fill_ touches every page: memory a person sees in the plan is memory the process holds from the start.
         self.kv_cache = torch.empty(
-            (config.num_layers, 2, slots, config.num_kv_heads, config.head_dim), device=to, dtype=device.dtype
+            (config.num_attention_layers, 2, slots, config.num_kv_heads, config.head_dim), device=to, dtype=device.dtype
         )
         self.kv_cache.fill_(0)
         max_blocks = -(-plan.max_seq_len // engine_config.block_size)
@@ -72,65 +70,33 @@ class TransformerModel:
             to,
         )
         blocks = BlockPool(plan.num_kv_blocks, engine_config.block_size, plan.kv_block_bytes)
-        self.lifecycle = Lifecycle(blocks, builder, engine_config.max_batch, plan.max_seq_len, plan.kv_block_bytes)
+        layout = ssm_layout(config, engine_config)
+        self.ssm_pool = SsmPool(*layout, to, device.dtype) if layout is not None else None
+        self.lifecycle = Lifecycle(
+            blocks,
+            builder,
+            engine_config.max_batch,
+            plan.max_seq_len,
+            plan.kv_block_bytes,
+            self.ssm_pool,
+            engine_config.ssm_checkpoint_interval,
+        )
+        self.ssm_state = self.lifecycle.ssm or ModelSsmState()
         self.logits = Logits(engine_config.max_batch, config.vocab_size, config.hidden_size, to, device.dtype)
-        ropes = {layer.rope: RopeTable(layer.rope, plan.max_seq_len, to, device.dtype) for layer in config.layers}
+        used = {layer.rope for layer in config.layers if layer.kind == "attention"}
+        ropes = {rope: RopeTable(rope, plan.max_seq_len, to, device.dtype) for rope in used}
         self._workspace_bytes = builder.num_bytes + self.logits.num_bytes + sum(table.num_bytes for table in ropes.values())
-        self.forward = self._build_forward(ropes, builder)
-
-    def _build_forward(self, ropes: dict[RopeConfig, RopeTable], builder: BatchBuilder) -> Forward:
-        config, get = self.config, self.store.get
-        embedding = get("model.embed_tokens.weight")
-        head_weight = embedding if config.tied_head else get("lm_head.weight")
-        scale = config.embedding_scale
-
-        def embed(token_ids: Tensor) -> Tensor:
-            rows = functional.embedding(token_ids, embedding)
-            return rows if scale == 1.0 else rows * torch.tensor(scale, dtype=rows.dtype)
-
-        layers = [self._build_layer(index) for index in range(config.num_layers)]
-        norm = RmsNorm(get("model.norm.weight"), config.rms_eps)
-        return Forward(embed, layers, norm, Linear(head_weight), ropes, builder, self.lifecycle, self.logits, config.vocab_size)
-
-    def _build_layer(self, index: int) -> DecoderLayer:
-        config, prefix = self.config, f"model.layers.{index}."
-
-        def linear(name: str, bias: bool) -> Linear:
-            weight = self.store.get(f"{prefix}{name}.weight")
-            return Linear(weight, self.store.get(f"{prefix}{name}.bias") if bias else None)
-
-        def norm(name: str) -> RmsNorm:
-            return RmsNorm(self.store.get(f"{prefix}{name}.weight"), config.rms_eps)
-
-        attention = Attention(
+        self.forward = Forward(
+            build_layers(config, store, self.kv_cache, self.ssm_pool),
+            RmsNorm(store.get("model.norm.weight"), config.rms_eps),
+            store.get("model.embed_tokens.weight"),
+            Linear(store.get("model.embed_tokens.weight" if config.tied_head else "lm_head.weight")),
             config,
-            config.layers[index],
-            (
-                linear("self_attn.q_proj", config.attention_bias),
-                linear("self_attn.k_proj", config.attention_bias),
-                linear("self_attn.v_proj", config.attention_bias),
-                linear("self_attn.o_proj", config.output_bias),
-            ),
-            (norm("self_attn.q_norm"), norm("self_attn.k_norm")) if config.qk_norm else None,
-            self.kv_cache[index, 0],
-            self.kv_cache[index, 1],
+            ropes,
+            builder,
+            self.lifecycle,
+            self.logits,
         )
-        mlp = GatedMlp(
-            linear("mlp.gate_proj", config.mlp_bias),
-            linear("mlp.up_proj", config.mlp_bias),
-            linear("mlp.down_proj", config.mlp_bias),
-            config.activation,
-        )
-        if config.sandwich_norms:
-            return DecoderLayer(
-                norm("input_layernorm"),
-                attention,
-                norm("pre_feedforward_layernorm"),
-                mlp,
-                norm("post_attention_layernorm"),
-                norm("post_feedforward_layernorm"),
-            )
-        return DecoderLayer(norm("input_layernorm"), attention, norm("post_attention_layernorm"), mlp)
 
     # What the seed's TransformerModel says of itself
 
@@ -159,13 +125,20 @@ class TransformerModel:
     def memory_items(self) -> tuple[MemoryItem, ...]:
         """The bytes this model holds, by kind."""
         weights = [MemoryItem(f"weights: {kind}", size) for kind, size in self.store.bytes_by_kind().items() if size]
-        return (*weights, MemoryItem("kv blocks", self.kv_cache.nbytes), MemoryItem("workspace", self._workspace_bytes))
+        pool = self.ssm_pool
+        ssm = (MemoryItem("recurrent state", pool.num_bytes),) if pool is not None else ()
+        return (*weights, MemoryItem("kv blocks", self.kv_cache.nbytes), *ssm, MemoryItem("workspace", self._workspace_bytes))
+
+    def ssm_view(self) -> SsmView | None:
+        """The recurrent-state pool as the console draws it, None without one."""
+        prefix = self.lifecycle.prefix
+        return self.ssm_pool.view(prefix.num_hits, prefix.num_lookups) if self.ssm_pool is not None else None
 
     def teardown(self) -> None:
         """Release the device memory this model owns, newest first; idempotent. The model can't be used afterwards."""
         if not hasattr(self, "forward"):
             return
-        del self.forward, self.logits, self.lifecycle, self.kv_cache
+        del self.forward, self.logits, self.ssm_state, self.lifecycle, self.ssm_pool, self.kv_cache
         self._workspace_bytes = 0
         self.store.teardown()
         if self.device.is_cuda:
