@@ -54,7 +54,7 @@ def seed_key(seed: int) -> int:
 
 def filtered_probabilities(logits: Tensor, rows: FilterRows) -> Tensor:
     """The distributions rows are drawn from, fp32 `[rows, vocab]`: temperature, top-k, top-p (arXiv 1904.09751), min-p (arXiv
-    2407.01082). logits: `[rows, vocab]`. Equal logits share their fate at a threshold of top-p and min-p."""
+    2407.01082). logits: `[rows, vocab]`. Equal logits share their fate at a threshold: top-k may keep more than k of them."""
     scaled = logits.float() / rows.temperature.clamp(min=1e-6)[:, None]
     if rows.any_top_k:
         vocab = scaled.shape[1]
