@@ -151,6 +151,11 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--max-seq-len", type=int, metavar="N", help="context in tokens (default: the model's, as memory allows)")
     group.add_argument("--max-batch", type=int, metavar="N", help="requests that run at once (default 16)")
     group.add_argument("--max-batch-tokens", type=int, metavar="N", help="tokens a step (default 512)")
+    group.add_argument("--ssm-cache-slots", type=int, metavar="N", help="snapshots of recurrent state (hybrid models; default 16)")
+    group.add_argument(
+        "--ssm-checkpoint-interval", type=int, metavar="N", help="tokens between a long answer's snapshots (default 256)"
+    )
+    group.add_argument("--ssm-draft-rows", type=int, metavar="N", help="verify rows a sequence can roll back to (default 0)")
 
 
 def engine_config(options: argparse.Namespace) -> EngineConfig:

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from engine.view import EngineView
 
 LAST_VIEW_WAIT_S = 1.0
+CLOSE_WAIT_S = 30.0
+INTERRUPTED_CLOSE_WAIT_S = 3.0
 
 
 def run(options: argparse.Namespace, config: EngineConfig) -> int:
@@ -71,6 +73,7 @@ def loaded_engine(config: EngineConfig, *, shape: str | None = None) -> Iterator
     from engine.engine import Engine
 
     engine = Engine(config, shape=shape)
+    patience_s = CLOSE_WAIT_S
     try:
         with cli_output.ProgressLine() as line:
             engine.start()
@@ -80,9 +83,16 @@ def loaded_engine(config: EngineConfig, *, shape: str | None = None) -> Iterator
                 time.sleep(0.02)
         engine.wait_ready()
         yield engine
+    except KeyboardInterrupt:
+        patience_s = INTERRUPTED_CLOSE_WAIT_S
+        raise
     finally:
         with _second_interrupt_exits():
-            engine.close()
+            engine.close(patience_s)
+            if engine.view.state not in ("stopped", "failed"):
+                # The engine's thread is inside a call that can't be interrupted; the interpreter's own end could crash on it.
+                cli_output.say("ended while the engine was busy.")
+                os._exit(130)
 
 
 @contextlib.contextmanager

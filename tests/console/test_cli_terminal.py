@@ -12,7 +12,7 @@ import pytest
 from console import cli_output
 
 ROOT = Path(__file__).resolve().parents[2]
-SMALL = ["--device", "cpu", "--threads", "2", "--num-kv-blocks", "64", "--max-seq-len", "512"]
+SMALL = ["--device", "cpu", "--threads", "1", "--num-kv-blocks", "64", "--max-seq-len", "512"]
 
 
 def spawn(*arguments: str) -> pexpect.spawn[str]:
