@@ -73,7 +73,7 @@ def loaded_engine(config: EngineConfig, *, shape: str | None = None) -> Iterator
     from engine.engine import Engine
 
     engine = Engine(config, shape=shape)
-    patience_s = CLOSE_WAIT_S
+    patience_s, stuck_code = CLOSE_WAIT_S, 1
     try:
         with cli_output.ProgressLine() as line:
             engine.start()
@@ -84,15 +84,15 @@ def loaded_engine(config: EngineConfig, *, shape: str | None = None) -> Iterator
         engine.wait_ready()
         yield engine
     except KeyboardInterrupt:
-        patience_s = INTERRUPTED_CLOSE_WAIT_S
+        patience_s, stuck_code = INTERRUPTED_CLOSE_WAIT_S, 130
         raise
     finally:
         with _second_interrupt_exits():
             engine.close(patience_s)
             if engine.view.state not in ("stopped", "failed"):
                 # The engine's thread is inside a call that can't be interrupted; the interpreter's own end could crash on it.
-                cli_output.say("ended while the engine was busy.")
-                os._exit(130)
+                cli_output.say("the engine was busy and did not end in time; the process was ended around it.")
+                os._exit(stuck_code)
 
 
 @contextlib.contextmanager

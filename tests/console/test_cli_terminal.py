@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 import time
 from pathlib import Path
@@ -72,6 +73,16 @@ def test_text_for_a_terminal_is_sanitised_across_deltas(monkeypatch: pytest.Monk
         sink.write(delta)
     sink.finish()
     assert screen.text == "safe text red\n"
+
+
+def test_text_for_a_pipe_is_verbatim(monkeypatch: pytest.MonkeyPatch) -> None:
+    pipe = io.TextIOWrapper(io.BytesIO(), encoding="ascii", newline="\r\n")
+    monkeypatch.setattr(sys, "stdout", pipe)
+    sink = cli_output.text_sink()
+    for delta in ("\x1b]0;ti", "tle\x07", "é\n🚂"):
+        sink.write(delta)
+    sink.finish()
+    assert pipe.buffer.getvalue() == "\x1b]0;title\x07é\n🚂".encode()  # type: ignore[attr-defined]
 
 
 def test_sentences_on_a_terminal_are_sanitised_and_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
