@@ -62,9 +62,9 @@ def match_tensors(family: Family, config: ModelConfig, checkpoint: Checkpoint) -
         info = checkpoint.tensors.get(spec.source)
         if info is None:
             raise CheckpointError(f"{where}: tensor {spec.source} is missing; the checkpoint is incomplete.")
-        if info.shape != spec.shape:
+        if info.shape != spec.stored_shape:
             raise CheckpointError(
-                f"{where}: tensor {spec.source} has shape {list(info.shape)}; the config asks for {list(spec.shape)}."
+                f"{where}: tensor {spec.source} has shape {list(info.shape)}; the config asks for {list(spec.stored_shape)}."
             )
     needed = {spec.source for spec in specs}
     for name in checkpoint.tensors:

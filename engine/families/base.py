@@ -16,14 +16,25 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """One tensor a model needs. `kind` is its line in the memory picture; `source` its name in the file; `arrange`
-    reorders the rows of what the file holds (GGUF's llama keeps q and k in another order)."""
+    """One tensor a model needs. `kind` is its line in the memory picture; `source` its name in the file.
+
+    arrange: makes it of what the file holds, whose shape is source_shape (None: the same as `shape`). GGUF's llama, for one,
+    keeps the rows of q and k in another order. offset: added on load. exact: kept in fp32 whatever the model's dtype.
+    """
 
     name: str
     shape: tuple[int, ...]
     kind: str
     source: str
     arrange: Callable[[Tensor], Tensor] | None = None
+    source_shape: tuple[int, ...] | None = None
+    offset: float = 0.0
+    exact: bool = False
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """The shape the file must have it in."""
+        return self.shape if self.source_shape is None else self.source_shape
 
 
 class Family(Protocol):

@@ -162,47 +162,80 @@ def decoder_tensors(
 
     arrange_qk: for a head count, what reorders the rows of q and k of a GGUF file.
     """
-    hidden, inter, dim = config.hidden_size, config.intermediate_size, config.head_dim
-    q_rows, kv_rows = config.num_heads * dim, config.num_kv_heads * dim
-    specs: list[TensorSpec] = []
-
-    def add(name: str, gguf_name: str, shape: tuple[int, ...], kind: str, arrange: Any = None) -> None:
-        specs.append(TensorSpec(name, shape, kind, gguf_name if gguf else name, arrange if gguf else None))
-
-    add("model.embed_tokens.weight", "token_embd.weight", (config.vocab_size, hidden), "embedding")
+    specs = SpecList(config, gguf)
+    specs.add("model.embed_tokens.weight", "token_embd.weight", (config.vocab_size, config.hidden_size), "embedding")
     for i in range(config.num_layers):
         to, blk = f"model.layers.{i}.", f"blk.{i}."
-        arrange_q = arrange_qk(config.num_heads) if arrange_qk else None
-        arrange_k = arrange_qk(config.num_kv_heads) if arrange_qk else None
-        add(to + "input_layernorm.weight", blk + "attn_norm.weight", (hidden,), "norm")
+        specs.norm(to + "input_layernorm", blk + "attn_norm", config.hidden_size)
+        specs.attention(to, blk, arrange_qk)
+        if config.sandwich_norms:
+            specs.norm(to + "post_attention_layernorm", blk + "post_attention_norm", config.hidden_size)
+            specs.norm(to + "pre_feedforward_layernorm", blk + "ffn_norm", config.hidden_size)
+            specs.norm(to + "post_feedforward_layernorm", blk + "post_ffw_norm", config.hidden_size)
+        else:
+            specs.norm(to + "post_attention_layernorm", blk + "ffn_norm", config.hidden_size)
+        specs.mlp(to, blk)
+    specs.end()
+    return specs.specs
+
+
+class SpecList:
+    """Builds a family's list of tensors; `prefix` replaces "model." in the file's own names."""
+
+    def __init__(self, config: ModelConfig, gguf: bool, prefix: str = "model.") -> None:
+        self.config = config
+        self.gguf = gguf
+        self.prefix = prefix
+        self.specs: list[TensorSpec] = []
+
+    def add(self, name: str, gguf_name: str, shape: tuple[int, ...], kind: str, **more: Any) -> None:
+        """Add one tensor under its name here and in GGUF files; `more` are TensorSpec's other fields."""
+        ours = self.prefix + name.removeprefix("model.") if name.startswith("model.") else name
+        self.specs.append(TensorSpec(name, shape, kind, gguf_name if self.gguf else ours, **more))
+
+    def add_from(self, name: str, source: str, shape: tuple[int, ...], kind: str, **more: Any) -> None:
+        """Add one tensor that the file has under another of our names; such files are never GGUF."""
+        self.specs.append(TensorSpec(name, shape, kind, self.prefix + source.removeprefix("model."), **more))
+
+    def norm(self, name: str, gguf_name: str, size: int) -> None:
+        """Add a norm's weight, with the family's offset."""
+        self.add(f"{name}.weight", f"{gguf_name}.weight", (size,), "norm", offset=self.config.norm_offset)
+
+    def attention(self, to: str, blk: str, arrange_qk: Callable[[int], Callable[[Tensor], Tensor]] | None = None) -> None:
+        """Add one layer's attention."""
+        config = self.config
+        hidden, dim = config.hidden_size, config.head_dim
+        q_rows, kv_rows = config.num_heads * dim, config.num_kv_heads * dim
+        arrange_q = arrange_qk(config.num_heads) if arrange_qk and self.gguf else None
+        arrange_k = arrange_qk(config.num_kv_heads) if arrange_qk and self.gguf else None
         projections = (
-            ("q_proj", "attn_q", q_rows, hidden, config.attention_bias, arrange_q),
+            ("q_proj", "attn_q", q_rows * (2 if config.output_gate else 1), hidden, config.attention_bias, arrange_q),
             ("k_proj", "attn_k", kv_rows, hidden, config.attention_bias, arrange_k),
             ("v_proj", "attn_v", kv_rows, hidden, config.attention_bias, None),
             ("o_proj", "attn_output", hidden, q_rows, config.output_bias, None),
         )
         for ours, theirs, rows, columns, bias, arrange in projections:
-            add(f"{to}self_attn.{ours}.weight", f"{blk}{theirs}.weight", (rows, columns), "attention", arrange)
+            self.add(f"{to}self_attn.{ours}.weight", f"{blk}{theirs}.weight", (rows, columns), "attention", arrange=arrange)
             if bias:
-                add(f"{to}self_attn.{ours}.bias", f"{blk}{theirs}.bias", (rows,), "attention", arrange)
+                self.add(f"{to}self_attn.{ours}.bias", f"{blk}{theirs}.bias", (rows,), "attention", arrange=arrange)
         if config.qk_norm:
-            add(to + "self_attn.q_norm.weight", blk + "attn_q_norm.weight", (dim,), "norm")
-            add(to + "self_attn.k_norm.weight", blk + "attn_k_norm.weight", (dim,), "norm")
-        if config.sandwich_norms:
-            add(to + "post_attention_layernorm.weight", blk + "post_attention_norm.weight", (hidden,), "norm")
-            add(to + "pre_feedforward_layernorm.weight", blk + "ffn_norm.weight", (hidden,), "norm")
-            add(to + "post_feedforward_layernorm.weight", blk + "post_ffw_norm.weight", (hidden,), "norm")
-        else:
-            add(to + "post_attention_layernorm.weight", blk + "ffn_norm.weight", (hidden,), "norm")
+            self.norm(to + "self_attn.q_norm", blk + "attn_q_norm", dim)
+            self.norm(to + "self_attn.k_norm", blk + "attn_k_norm", dim)
+
+    def mlp(self, to: str, blk: str) -> None:
+        """Add one layer's dense MLP."""
+        hidden, inter = self.config.hidden_size, self.config.intermediate_size
         for ours, theirs, rows, columns in (
             ("gate_proj", "ffn_gate", inter, hidden),
             ("up_proj", "ffn_up", inter, hidden),
             ("down_proj", "ffn_down", hidden, inter),
         ):
-            add(f"{to}mlp.{ours}.weight", f"{blk}{theirs}.weight", (rows, columns), "mlp")
-            if config.mlp_bias:
-                add(f"{to}mlp.{ours}.bias", f"{blk}{theirs}.bias", (rows,), "mlp")
-    add("model.norm.weight", "output_norm.weight", (hidden,), "norm")
-    if not config.tied_head:
-        add("lm_head.weight", "output.weight", (config.vocab_size, hidden), "head")
-    return specs
+            self.add(f"{to}mlp.{ours}.weight", f"{blk}{theirs}.weight", (rows, columns), "mlp")
+            if self.config.mlp_bias:
+                self.add(f"{to}mlp.{ours}.bias", f"{blk}{theirs}.bias", (rows,), "mlp")
+
+    def end(self) -> None:
+        """Add the final norm and the head."""
+        self.norm("model.norm", "output_norm", self.config.hidden_size)
+        if not self.config.tied_head:
+            self.add("lm_head.weight", "output.weight", (self.config.vocab_size, self.config.hidden_size), "head")

@@ -32,11 +32,17 @@ class Attention:
         self.window = layer.window
         self.scale = config.attention_scale
         self.head_dim = config.head_dim
+        self.output_gate = config.output_gate
 
     def __call__(self, x: Tensor, batch: Batch) -> Tensor:
         """`[rows, hidden]` → the same; stores the rows' keys and values first."""
         rows = x.shape[0]
-        q = self.q_proj(x).view(rows, -1, self.head_dim)
+        gate = None
+        q = self.q_proj(x)
+        if self.output_gate:
+            # Each head's rows hold its query, then its gate.
+            q, gate = q.view(rows, -1, 2 * self.head_dim).chunk(2, dim=-1)
+        q = q.reshape(rows, -1, self.head_dim)
         k = self.k_proj(x).view(rows, -1, self.head_dim)
         v = self.v_proj(x).view(rows, -1, self.head_dim)
         if self.norms is not None:
@@ -45,4 +51,6 @@ class Attention:
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         write_kv(k, v, self.k_cache, self.v_cache, batch.slots)
         out = paged_attention(q, self.k_cache, self.v_cache, batch.attention, self.scale, self.window)
+        if gate is not None:
+            out = out * gate.sigmoid()
         return self.o_proj(out.reshape(rows, -1))

@@ -165,7 +165,7 @@ def load_model(
 
     def read(spec: TensorSpec) -> Tensor:
         nonlocal done
-        tensor = checkpoint.read(spec.source, device.dtype)
+        tensor = checkpoint.read(spec.source, torch.float32 if spec.exact else device.dtype)
         done += checkpoint.tensors[spec.source].nbytes
         progress(f"reading {spec.kind} weights", done, total)
         return tensor
@@ -180,8 +180,9 @@ def random_model(config: ModelConfig, engine_config: EngineConfig, device: Devic
 
     def make(spec: TensorSpec) -> Tensor:
         if spec.kind == "norm":
-            return torch.full(spec.shape, 1.0 - config.norm_offset, device=device.torch_device, dtype=device.dtype)
-        weight = torch.empty(spec.shape, device=device.torch_device, dtype=device.dtype)
+            return torch.full(spec.shape, 1.0 - spec.offset, device=device.torch_device, dtype=device.dtype)
+        dtype = torch.float32 if spec.exact else device.dtype
+        weight = torch.empty(spec.stored_shape, device=device.torch_device, dtype=dtype)
         return weight.normal_(0.0, 0.02, generator=generator)
 
     return _assemble(config, engine_config, _plan(config, engine_config, specs, device), specs, device, make)
@@ -213,12 +214,12 @@ def _assemble(
             tensor = read(spec)
             if spec.arrange is not None:
                 tensor = spec.arrange(tensor)
-            if spec.kind == "norm" and config.norm_offset:
-                tensor = tensor + config.norm_offset
+            if spec.offset:
+                tensor = tensor + spec.offset
             tensor = tensor.to(device.torch_device).contiguous()
             if not bool(torch.isfinite(tensor.sum(dtype=torch.float32))):
                 raise CheckpointError(f"{config.name}: tensor {spec.source} holds values that aren't finite; the file is damaged.")
-            store.add(spec.name, tensor, spec.kind, device.dtype_name)
+            store.add(spec.name, tensor, spec.kind, str(tensor.dtype).removeprefix("torch."))
         return TransformerModel(config, engine_config, plan, store, device)
     except BaseException:
         store.teardown()
