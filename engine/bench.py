@@ -198,6 +198,7 @@ def as_lines(report: Report) -> list[str]:
     """The report as lines for a person; what wasn't measured is a dash."""
     work, median = report.workload, report.median
     launches = "" if report.launches_per_step is None else f", {report.launches_per_step} launches a step"
+    forward = f"{report.forward} {report.digest}".rstrip()
     rows = [
         ("ttft", median.ttft_ms, "ms"),
         ("prefill", median.prefill_tokens_per_s, "tok/s"),
@@ -208,7 +209,7 @@ def as_lines(report: Report) -> list[str]:
     ]
     return [
         f"{report.model}  {report.family}, {report.num_parameters:,} parameters, {report.weight_format}",
-        f"  {report.device} {report.dtype}, {report.threads} threads · forward {report.forward} {report.digest}{launches}",
+        f"  {report.device} {report.dtype}, {report.threads} threads · forward {forward}{launches}",
         f"  batch {work.batch} · {work.prompt_tokens} prompt tokens · {work.new_tokens} new tokens · median of {work.repeats}",
         "  " + " · ".join(f"{name} {version}" for name, version in report.versions.items()),
         "",
