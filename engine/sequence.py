@@ -63,6 +63,13 @@ class Sequence:
         self.num_computed_tokens += num_tokens
         self._check()
 
+    def take_back(self, num_tokens: int) -> None:
+        """Remove the last `num_tokens` ids; computed ones among them are computed no longer. Their blocks stay, to be
+        overwritten."""
+        del self.token_ids[len(self.token_ids) - num_tokens :]
+        self.num_computed_tokens = min(self.num_computed_tokens, self.num_tokens)
+        self._check()
+
     def _check(self) -> None:
         if not 0 <= self.num_cached_tokens <= self.num_computed_tokens <= self.num_tokens <= self.budget_tokens:
             raise InvariantBroken(

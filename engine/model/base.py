@@ -150,6 +150,18 @@ class ModelSsmState:
         """Commit the accepted prefix of a verify of k rows. Default: nothing."""
 
 
+class ModelVerify:
+    """Verify passes over drafted tokens. Default: none is offered."""
+
+    def decode_verify(self, tokens: SequenceOf[int], seq: Sequence, stream: Stream = None) -> list[int]:
+        """Run `tokens` as one pass and return the argmax id at each position. Default: an error."""
+        raise Unsupported("this model has no verify pass.")
+
+    def can_batch_verify(self, ks: SequenceOf[int]) -> bool:
+        """Whether several sequences can be verified in one pass, ks[i] rows each. Default: no."""
+        return False
+
+
 class ModelStreams:
     """Streams and events. Default: one stream, in order, so that every event has always completed."""
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -25,6 +25,17 @@ from engine.model.base import MixedBatchResult, MixedForwardResult, ModelForward
 from engine.model.lifecycle import Lifecycle
 from engine.model.logits import Logits
 from engine.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One sequence's part of a call by the seed's names: the ids to append, how many of their last rows get logits, and, of a
+    verify on a hybrid model, the slots for the state after each row."""
+
+    seq: Sequence
+    ids: tuple[int, ...]
+    num_logits: int
+    row_slots: tuple[int, ...] = ()
 
 
 class Forward(ModelForward):
@@ -113,7 +124,7 @@ class Forward(ModelForward):
         for part in plan.rows:
             part.seq.advance(part.q_len)
             if ssm is not None:
-                ssm.after_step(part.seq, part.q_len, part.snapshots)
+                ssm.after_step(part)
         return logits
 
     def _compute(self, plan: StepPlan, row_base: int) -> Tensor | None:
@@ -213,13 +224,11 @@ class Forward(ModelForward):
     def _run_tokens(
         self, tokens: SequenceOf[int], seqs: SequenceOf[Sequence], slices: SequenceOf[PrefillSlice], row_base: int = 0
     ) -> Tensor | None:
-        """Append the tokens and compute them. Refuses before it appends: the appended ids are taken back if the plan isn't
-        admitted, so a refused batch leaves every sequence as it was."""
         if len(tokens) != len(seqs):
             raise BatchRefused(f"{len(tokens)} tokens for {len(seqs)} sequences.")
-        parts: list[tuple[Sequence, list[int], bool]] = [(seq, [token], True) for token, seq in zip(tokens, seqs, strict=True)]
+        parts = [Part(seq, (token,), 1) for token, seq in zip(tokens, seqs, strict=True)]
         for piece in slices:
-            chunk = list(piece.tokens[piece.chunk_start : piece.chunk_start + piece.chunk_len])
+            chunk = tuple(piece.tokens[piece.chunk_start : piece.chunk_start + piece.chunk_len])
             if piece.chunk_len < 1 or len(chunk) != piece.chunk_len:
                 raise BatchRefused(
                     f"chunk {piece.chunk_start}+{piece.chunk_len} isn't within the {len(piece.tokens)} prompt tokens."
@@ -228,23 +237,30 @@ class Forward(ModelForward):
                 raise BatchRefused(
                     f"the chunk starts at {piece.chunk_start}, but {piece.seq.num_computed_tokens} tokens are computed."
                 )
-            parts.append((piece.seq, chunk, piece.is_last_chunk))
-        for seq, ids, _ in parts:
+            parts.append(Part(piece.seq, chunk, int(piece.is_last_chunk)))
+        return self.run_parts(parts, len(seqs), row_base)
+
+    def run_parts(self, parts: SequenceOf[Part], num_decode: int = 0, row_base: int = 0) -> Tensor | None:
+        """Append each part's ids to its sequence and compute them; returns as `run`. The ids are taken back if the plan isn't
+        admitted, so a refused batch leaves every sequence as it was."""
+        for part in parts:
+            seq = part.seq
             if seq.num_tokens != seq.num_computed_tokens:
                 raise BatchRefused("a sequence of the batch has tokens that aren't computed yet.")
-            if seq.num_tokens + len(ids) > seq.budget_tokens:
-                raise BatchRefused(f"{len(ids)} more tokens exceed the sequence's budget of {seq.budget_tokens} tokens.")
-            for token in ids:
+            if seq.num_tokens + len(part.ids) > seq.budget_tokens:
+                raise BatchRefused(f"{len(part.ids)} more tokens exceed the sequence's budget of {seq.budget_tokens} tokens.")
+            for token in part.ids:
                 if not 0 <= token < self.vocab_size:
                     raise BatchRefused(f"token id {token} isn't in the vocabulary of {self.vocab_size}.")
-        plan = StepPlan(tuple(PlanRow(seq, len(ids), int(last)) for seq, ids, last in parts), len(seqs))
-        for seq, ids, _ in parts:
-            seq.append(ids)
+        rows = (PlanRow(part.seq, len(part.ids), part.num_logits, row_slots=part.row_slots) for part in parts)
+        plan = StepPlan(tuple(rows), num_decode)
+        for part in parts:
+            part.seq.append(list(part.ids))
         try:
             self.admit(plan, row_base)
         except BatchRefused:
-            for seq, ids, _ in reversed(parts):
-                del seq.token_ids[len(seq.token_ids) - len(ids) :]
+            for part in reversed(parts):
+                part.seq.take_back(len(part.ids))
             raise
         return self.run(plan, row_base)
 

@@ -5,6 +5,7 @@ A recurrent state is advanced in place and can't be truncated; whatever a sequen
 
 from __future__ import annotations
 
+from engine.batch import PlanRow
 from engine.cache.prefix import PrefixMatch, PrefixTree
 from engine.cache.ssm_layout import RING_ENTRIES
 from engine.cache.ssm_pool import SsmPool
@@ -85,16 +86,22 @@ class SsmState(ModelSsmState):
         self.pool.copy(self.pool.ring_slot(seq.ssm_slot, ring_slot), seq.ssm_slot)
         seq.num_computed_tokens = tokens
 
-    def after_step(self, seq: Sequence, q_len: int, taken: tuple[tuple[int, int], ...]) -> None:
+    def after_step(self, part: PlanRow) -> None:
         """Once a step's state is final: note its snapshots, and at a block boundary copy it into the older ring entry."""
-        for offset, slot in taken:
-            if q_len == 1:
-                # A single row goes through the recurrent step, which writes the live slot alone.
+        seq = part.seq
+        if part.q_len == 1:
+            # A single row goes through the recurrent step, which writes the live slot alone.
+            for slot in (*(slot for _, slot in part.snapshots), *part.row_slots):
                 self.pool.copy(seq.ssm_slot, slot)
-            seq.pending_snapshots.append((slot, seq.num_computed_tokens - q_len + offset))
+        for offset, slot in part.snapshots:
+            seq.pending_snapshots.append((slot, seq.num_computed_tokens - part.q_len + offset))
         if seq.num_computed_tokens % self.block_size == 0 and seq.num_computed_tokens:
             older = min(range(RING_ENTRIES), key=lambda entry: seq.ring_tokens[entry] or -1)
             self.save_decode_ssm_snapshot(seq, older)
+
+    def forget_ring_after(self, seq: Sequence) -> None:
+        """Drop the ring entries of tokens that were taken back."""
+        seq.ring_tokens = [None if at is not None and at > seq.num_computed_tokens else at for at in seq.ring_tokens]
 
     def decode_marconi_checkpoint(self, seq: Sequence) -> None:
         """During decode, every `checkpoint_interval` tokens, keep the state at a block boundary as a snapshot, so that a long

@@ -27,6 +27,7 @@ from engine.model.forward import Forward
 from engine.model.lifecycle import Lifecycle
 from engine.model.logits import Logits
 from engine.model.streams import streams_for
+from engine.model.verify import Verify
 from engine.view import MemoryItem, SsmView
 from engine.weights.store import WeightStore
 
@@ -39,8 +40,8 @@ Progress = Callable[[str, int, int], None]
 class TransformerModel:
     """A model and everything it holds on its device.
 
-    Capabilities: `forward`, `lifecycle`, `logits`, `ssm_state`, `streams`, `circuit`. `teardown` releases the device memory
-    newest first and is idempotent; the model is a context manager that ends with it.
+    Capabilities: `forward`, `lifecycle`, `logits`, `ssm_state`, `verify`, `streams`, `circuit`. `teardown` releases the device
+    memory newest first and is idempotent; the model is a context manager that ends with it.
     """
 
     def __init__(
@@ -86,7 +87,7 @@ class TransformerModel:
         used = {layer.rope for layer in config.layers if layer.kind == "attention"}
         ropes = {rope: RopeTable(rope, plan.max_seq_len, to, device.dtype) for rope in used}
         self._workspace_bytes = builder.num_bytes + self.logits.num_bytes + sum(table.num_bytes for table in ropes.values())
-        self.forward = Forward(
+        self.forward = forward = Forward(
             build_layers(config, store, self.kv_cache, self.ssm_pool),
             RmsNorm(store.get("model.norm.weight"), config.rms_eps),
             store.get("model.embed_tokens.weight"),
@@ -97,6 +98,7 @@ class TransformerModel:
             self.lifecycle,
             self.logits,
         )
+        self.verify = Verify(forward, self.lifecycle, self.logits)
 
     # What the seed's TransformerModel says of itself
 
@@ -138,7 +140,7 @@ class TransformerModel:
         """Release the device memory this model owns, newest first; idempotent. The model can't be used afterwards."""
         if not hasattr(self, "forward"):
             return
-        del self.forward, self.logits, self.ssm_state, self.lifecycle, self.ssm_pool, self.kv_cache
+        del self.verify, self.forward, self.logits, self.ssm_state, self.lifecycle, self.ssm_pool, self.kv_cache
         self._workspace_bytes = 0
         self.store.teardown()
         if self.device.is_cuda:
