@@ -44,6 +44,11 @@ class FlushPrefixCache(Command):
         return "flush the prefix cache"
 
 
+@dataclass(frozen=True, slots=True)
+class Wake:
+    """An inbox message that only wakes the engine thread."""
+
+
 class Ticket:
     """The life of one command: queued → draining → applied at `step` | refused with `reason` | cancelled.
 

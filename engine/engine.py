@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine.commands import CancelRequest, Command, Ticket
+from engine.commands import CancelRequest, Command, Ticket, Wake
 from engine.config import EngineConfig
 from engine.errors import EngineStopped, FootplateError, RequestError
 from engine.request import Completion, Request, RequestHandle
@@ -93,7 +93,7 @@ class Engine:
 
     def start(self) -> None:
         """Start the engine thread, which loads the model; returns at once. `view.loading` shows how far it is."""
-        if self._thread is not None:
+        if self._thread is not None or self._closed_because is not None:
             raise EngineStopped("this engine was started before; make a new one.")
         # A daemon: a process that must end doesn't wait for a forward pass.
         self._thread = threading.Thread(target=self._run, name="footplate-engine", daemon=True)
@@ -110,11 +110,12 @@ class Engine:
 
     def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
         """End running requests as cancelled, free everything and join the thread, for at most `timeout_s`; idempotent."""
-        from engine.loop import Wake
-
         self._stop.set()
         self._inbox.put(Wake())
-        if self._thread is not None and self._thread is not threading.current_thread():
+        if self._thread is None:
+            if self._closed_because is None:
+                self._shut(None)
+        elif self._thread is not threading.current_thread():
             self._thread.join(timeout_s)
 
     def __enter__(self) -> Engine:
@@ -280,9 +281,7 @@ class Engine:
         reason = f"the engine stopped: {error}" if error else "the engine was closed."
         with self._door:
             self._closed_because = reason
-        from engine.loop import settle_left_over
-
-        settle_left_over(self._inbox, reason)
+        self._settle_left_over(reason, failed=error is not None)
         if self._served is not None and self._served.renderer is not None:
             self._served.renderer.close()
         state: EngineState = "failed" if error else "stopped"
@@ -298,6 +297,20 @@ class Engine:
             num_waiting=0,
         )
         self._ready.set()
+
+    def _settle_left_over(self, reason: str, *, failed: bool) -> None:
+        """Answer what is still in the inbox: no reader is left waiting."""
+        while True:
+            try:
+                message = self._inbox.get_nowait()
+            except queue.Empty:
+                return
+            if isinstance(message, Ticket):
+                message.settle("cancelled", self.view.step, reason=reason, stopped=True)
+            elif not isinstance(message, Wake):
+                from engine.commit import finish
+
+                finish(message, "error" if failed else "cancelled", reason if failed else None)
 
     def _load_and_serve(self) -> None:
         self._progress("importing torch", 0, 0)

@@ -6,9 +6,8 @@ import queue
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 
-from engine.commands import TERMINAL, CancelRequest, Command, FlushPrefixCache, Ticket
+from engine.commands import CancelRequest, Command, FlushPrefixCache, Ticket, Wake
 from engine.commit import commit, finish
 from engine.device import read_memory
 from engine.errors import CommandRefused, FootplateError, InvariantBroken
@@ -23,11 +22,6 @@ PUBLISH_S = 0.1
 MEMORY_S = 0.5
 IDLE_WAIT_S = 0.25
 MAX_TICKETS = 64
-
-
-@dataclass(frozen=True, slots=True)
-class Wake:
-    """An inbox message that only wakes the loop."""
 
 
 Message = Job | Ticket | Wake
@@ -278,16 +272,3 @@ def _request_view(job: Job, now: float) -> RequestView:
 
 def _ticket_view(ticket: Ticket) -> TicketView:
     return TicketView(ticket.ticket_id, ticket.command.describe(), ticket.state, ticket.reason, ticket.step)
-
-
-def settle_left_over(inbox: queue.SimpleQueue[Message], reason: str) -> None:
-    """Answer what is still in the inbox of an engine that has stopped: no reader is left waiting."""
-    while True:
-        try:
-            message = inbox.get_nowait()
-        except queue.Empty:
-            return
-        if isinstance(message, Job):
-            finish(message, "error", reason)
-        elif isinstance(message, Ticket) and message.state not in TERMINAL:
-            message.settle("cancelled", 0, reason=reason, stopped=True)
