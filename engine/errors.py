@@ -41,3 +41,7 @@ class Unsupported(FootplateError):
 
 class InvariantBroken(FootplateError):
     """A recount by an owner's `check()` differs from its books: a defect of the engine itself."""
+
+
+class SavedStateError(FootplateError):
+    """A saved sequence that can't be written, or read: cut short, damaged, of another model, or too large."""

@@ -85,7 +85,7 @@ class ModelLifecycle:
         """Write the sequence's KV blocks and recurrent state without freeing anything. Default: an error."""
         raise Unsupported("this model can't save a sequence's state.")
 
-    def restore_sequence_state(self, seq: Sequence, num_blocks: int, reader: BinaryIO) -> None:
+    def restore_sequence_state(self, seq: Sequence, num_blocks: int | None, reader: BinaryIO) -> None:
         """Read a saved state into an allocated sequence. Default: an error."""
         raise Unsupported("this model can't restore a sequence's state.")
 

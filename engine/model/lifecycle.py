@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
+from typing import BinaryIO
 
 from engine.batch import BatchBuilder
 from engine.cache.blocks import BlockPool
@@ -11,6 +12,7 @@ from engine.cache.ssm_pool import SsmPool
 from engine.errors import BatchRefused, InvariantBroken
 from engine.model.base import ModelLifecycle, PrefixReclaim
 from engine.model.ssm_state import SsmState
+from engine.model.state_files import StateFiles
 from engine.sequence import Sequence
 
 
@@ -24,6 +26,7 @@ class Lifecycle(ModelLifecycle):
         max_batch: int,
         max_seq_len: int,
         kv_block_bytes: int,
+        states: StateFiles,
         ssm: SsmPool | None = None,
         checkpoint_interval: int = 256,
     ) -> None:
@@ -31,6 +34,7 @@ class Lifecycle(ModelLifecycle):
         self.prefix = PrefixTree(blocks, ssm)
         self.ssm = SsmState(ssm, self.prefix, blocks.block_size, checkpoint_interval) if ssm is not None else None
         self.builder = builder
+        self.states = states
         self.max_seq_len = max_seq_len
         self.kv_block_bytes = kv_block_bytes
         self._free_rows = list(range(max_batch - 1, -1, -1))
@@ -154,6 +158,27 @@ class Lifecycle(ModelLifecycle):
         seq.block_keys = []
         seq.num_computed_tokens = seq.num_cached_tokens = 0
         seq.row = -1
+
+    # Saved sequences
+
+    def save_sequence_state(self, seq: Sequence, writer: BinaryIO) -> None:
+        """Write the sequence's KV and recurrent state, freeing nothing. Raises `SavedStateError` when it can't be written."""
+        self.states.save(seq, writer)
+
+    def restore_sequence_state(self, seq: Sequence, num_blocks: int | None, reader: BinaryIO) -> None:
+        """Read a saved state into an allocated, empty sequence, giving it `num_blocks` KV blocks (None: as many as it needs).
+        Raises `SavedStateError` or `BatchRefused`, leaving the sequence empty."""
+        if seq.num_tokens or seq.block_table:
+            raise InvariantBroken("a state can only be restored into an empty sequence.")
+        state = self.states.open(reader, seq.budget_tokens)
+        count = len(state.header.token_ids)
+        if num_blocks is not None and num_blocks * self.blocks.block_size < count:
+            raise BatchRefused(f"{num_blocks} KV blocks don't hold the {count} saved tokens.")
+        tensors = self.states.load(state)
+        self.reserve(seq, count if num_blocks is None else num_blocks * self.blocks.block_size)
+        self.states.install(seq, state.header.token_ids, tensors)
+        if self.ssm is not None:
+            self.ssm.restored(seq)
 
     def compact_sequence(self, seq: Sequence, new_slot: int) -> None:
         """Move the sequence's recurrent state, its ring included, to live slot `new_slot`: a free one, or that of a retired

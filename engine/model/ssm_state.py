@@ -45,6 +45,11 @@ class SsmState(ModelSsmState):
         points = {found.kv_tokens, tail or 0}
         seq.snapshot_points = sorted(point for point in points if point > found.num_tokens)
 
+    def restored(self, seq: Sequence) -> None:
+        """After a saved state was put into the live slot: at a block boundary, let it become a snapshot there."""
+        if seq.num_computed_tokens % self.block_size == 0:
+            self.save_decode_ssm_snapshot(seq, 0)
+
     def tail_split(self, num_tokens: int) -> int | None:
         """The largest block multiple below a prompt's length; None for a prompt within one block."""
         return (num_tokens - 1) // self.block_size * self.block_size or None

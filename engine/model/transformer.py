@@ -26,6 +26,7 @@ from engine.model.build import build_layers
 from engine.model.forward import Forward
 from engine.model.lifecycle import Lifecycle
 from engine.model.logits import Logits
+from engine.model.state_files import StateFiles
 from engine.model.streams import streams_for
 from engine.model.verify import Verify
 from engine.view import MemoryItem, SsmView
@@ -79,6 +80,7 @@ class TransformerModel:
             engine_config.max_batch,
             plan.max_seq_len,
             plan.kv_block_bytes,
+            StateFiles(self.kv_cache, self.ssm_pool, store.digest, engine_config.block_size, config.vocab_size),
             self.ssm_pool,
             engine_config.ssm_checkpoint_interval,
         )

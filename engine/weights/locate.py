@@ -303,13 +303,23 @@ def _from_hub(repo_id: str, progress: Progress | None) -> Path:
     """The hub's snapshot of `repo_id` in huggingface_hub's own cache; only the top level's files of a checkpoint."""
     from huggingface_hub import snapshot_download
 
+    raised: list[Exception] = []
+
+    def report(stage: str, done: int, total: int) -> None:
+        if progress is not None:
+            try:
+                progress(stage, done, total)
+            except Exception as error:  # kept, to be told from the client's own
+                raised.append(error)
+                raise
+
     try:
         # Subfolders hold copies in other formats (onnx, original), often larger than the checkpoint itself.
-        bar = _reporting_bar(repo_id, progress)
+        bar = _reporting_bar(f"fetching {repo_id}", report)
         directory = Path(snapshot_download(repo_id, allow_patterns=HUB_FILES, ignore_patterns=["*/*"], tqdm_class=bar))
-    except CheckpointError:
-        raise
     except Exception as error:  # the hub's client raises a dozen unrelated families: HTTP, OS, validation, its own
+        if raised:
+            raise raised[0] from None
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise CheckpointError(_hub_failed(repo_id, type(error).__name__, first)) from error
     if not (directory / "config.json").is_file():
@@ -336,8 +346,8 @@ def _hub_failed(repo_id: str, kind: str, first: str) -> str:
     )
 
 
-def _reporting_bar(repo_id: str, progress: Progress | None) -> type[Any]:
-    """A tqdm class that draws nothing (loading prints nothing) and passes byte counts to `progress`."""
+def _reporting_bar(stage: str, report: Progress) -> type[Any]:
+    """A tqdm class that draws nothing (loading prints nothing) and passes byte counts to `report`."""
     from tqdm.auto import tqdm
 
     class ReportingBar(tqdm):  # type: ignore[misc]  # tqdm comes without types
@@ -350,7 +360,7 @@ def _reporting_bar(repo_id: str, progress: Progress | None) -> type[Any]:
         def update(self, n: float | None = 1) -> None:
             # A disabled bar doesn't count; the hub's client reads and sets `n` and `total` itself.
             self.n += n or 0
-            if self.counts_bytes and progress is not None:
-                progress(f"fetching {repo_id}", int(self.n), int(self.total or 0))
+            if self.counts_bytes:
+                report(stage, int(self.n), int(self.total or 0))
 
     return ReportingBar

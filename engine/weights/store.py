@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from engine.errors import InvariantBroken
@@ -25,6 +27,7 @@ class WeightStore:
     def __init__(self) -> None:
         self._held: dict[str, Held] = {}
         self._torn_down = False
+        self._digest: str | None = None
 
     def add(self, name: str, tensor: Tensor, kind: str, format: str, num_parameters: int | None = None) -> Tensor:
         """Enter `tensor` and return it.
@@ -70,6 +73,16 @@ class WeightStore:
             for held in self._held.values()
         }
         return sum(distinct.values())
+
+    def digest(self) -> str:
+        """SHA-256 in hex over every tensor's name, dtype, shape and bytes; worked out once and kept."""
+        if self._digest is None:
+            digest = hashlib.sha256()
+            for name, held in self._held.items():
+                digest.update(f"{name}\0{held.tensor.dtype}\0{tuple(held.tensor.shape)}\0".encode())
+                digest.update(held.tensor.cpu().contiguous().view(torch.uint8).reshape(-1).numpy().data)
+            self._digest = digest.hexdigest()
+        return self._digest
 
     def teardown(self) -> None:
         """Release the tensors, newest first; the second call does nothing."""
