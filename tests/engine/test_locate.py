@@ -201,3 +201,12 @@ def test_a_hub_fetch_takes_a_checkpoint_s_files_and_reports_bytes(tmp_path: Path
     assert seen == [("fetching org/small", 4, 10), ("fetching org/small", 10, 10)]
     assert asked["repo_id"] == "org/small"
     assert "*.safetensors" in asked["allow_patterns"]  # type: ignore[operator]
+
+    class Ended(Exception):
+        pass
+
+    def stop(_stage: str, _done: int, _total: int) -> None:
+        raise Ended
+
+    with pytest.raises(Ended):
+        locate("org/small", progress=stop)
