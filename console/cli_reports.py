@@ -12,7 +12,7 @@ from engine.config import EngineConfig
 
 def report_inspection(options: argparse.Namespace, config: EngineConfig) -> int:
     """Write what the checkpoint `options.inspected` is. The exit code."""
-    from engine.inspect import as_lines, inspect_model
+    from engine.inspect import as_json, as_lines, inspect_model
     from engine.weights.locate import locate
 
     config = dataclasses.replace(config, model=options.inspected)
@@ -20,7 +20,7 @@ def report_inspection(options: argparse.Namespace, config: EngineConfig) -> int:
         path = locate(config.model, progress=line.show)
         inspection = inspect_model(path, config)
     if options.json:
-        cli_output.write_line(json.dumps(dataclasses.asdict(inspection)))
+        cli_output.write_line(json.dumps(as_json(inspection)))
     else:
         cli_output.write_line("\n".join(as_lines(inspection)))
     return 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -141,6 +141,14 @@ def _parts(rows: Iterable[tuple[str, int, int]]) -> tuple[Part, ...]:
     return tuple(sorted(parts, key=lambda part: (-part.bytes, part.name)))
 
 
+def as_json(inspection: Inspection) -> dict[str, object]:
+    """The Inspection as JSON-ready data, the plan with its total."""
+    fields = asdict(inspection)
+    if inspection.plan.figures is not None:
+        fields["plan"]["figures"]["total_bytes"] = inspection.plan.figures.total_bytes
+    return fields
+
+
 def as_lines(inspection: Inspection) -> list[str]:
     """The Inspection as lines for a person."""
     found = inspection
@@ -168,10 +176,12 @@ def _plan_lines(plan: InspectedPlan) -> list[str]:
         return [head, f"  refused: {plan.refused}"]
     figures = plan.figures
     blocks = f"{figures.num_kv_blocks:,} blocks of {plan.block_size_tokens} tokens, {figures.kv_block_bytes / 1024:,.1f} KiB each"
+    state = [f"  ssm state   {mib(figures.ssm_bytes):>12}"] if figures.ssm_bytes else []
     return [
         f"{head}: contexts up to {figures.max_seq_len:,} tokens",
         f"  weights     {mib(figures.weights_bytes):>12}",
         f"  kv cache    {mib(figures.kv_bytes):>12}  {blocks}",
+        *state,
         f"  workspace   {mib(figures.workspace_bytes):>12}",
         f"  in all      {mib(figures.total_bytes):>12}  of {mib(figures.available_bytes)} available",
     ]

@@ -194,6 +194,8 @@ def test_inspect_json_is_the_inspection(tiny_llama: Path, capsys: pytest.Capture
     assert main(["inspect", str(tiny_llama), "--json", "--num-kv-blocks", "7", "--device", "cpu"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["family"], found["layers"], found["plan"]["figures"]["num_kv_blocks"]) == ("llama", {"attention": 4}, 7)
+    figures = found["plan"]["figures"]
+    assert figures["total_bytes"] == sum(figures[f"{part}_bytes"] for part in ("weights", "kv", "ssm", "workspace"))
     assert main(["inspect", str(tiny_llama), "--device", "cpu"]) == 0
     assert "memory plan (cpu" in capsys.readouterr().out
 
