@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 from step_spy import StepSpy, assert_quiet
+from tiny_engine import tiny_config
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from engine import Engine, EngineConfig
+from engine import Engine
 
 
 @pytest.fixture
@@ -21,12 +22,6 @@ def spy(monkeypatch: pytest.MonkeyPatch) -> Iterator[StepSpy]:
     spy = StepSpy(monkeypatch)
     yield spy
     spy.open()
-
-
-def tiny_config(path: Path, **flags: Any) -> EngineConfig:
-    """A small engine on one CPU thread, in float32."""
-    sizes = {"num_kv_blocks": 64, "block_size": 16, "max_batch": 8, "max_batch_tokens": 64}
-    return EngineConfig(**{"model": str(path), "device": "cpu", "dtype": "float32", "threads": 1} | sizes | flags)
 
 
 @pytest.fixture

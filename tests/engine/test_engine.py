@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -10,19 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 from step_spy import PATIENCE_S, Step, StepSpy, assert_quiet, until
+from tiny_engine import greedy, prompt_of
 
 from engine import Engine, SamplingParams
 from engine.errors import RequestError
 
 Start = Callable[..., Engine]
-
-
-def prompt_of(length: int, seed: int = 0) -> list[int]:
-    return random.Random(seed).choices(range(3, 512), k=length)
-
-
-def greedy(max_tokens: int) -> SamplingParams:
-    return SamplingParams(max_tokens=max_tokens)
 
 
 # Answers

@@ -3,14 +3,14 @@ view of everybody who waits."""
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 
 import pytest
 import torch
 from step_spy import PATIENCE_S, StepSpy, assert_quiet, until
+from tiny_engine import greedy, prompt_of
 
-from engine import Engine, SamplingParams
+from engine import Engine
 from engine.commands import CancelRequest, FlushPrefixCache
 from engine.errors import EngineStopped, InvariantBroken, RequestError
 from engine.layers.decoder import DecoderLayer
@@ -18,14 +18,6 @@ from engine.model.lifecycle import Lifecycle
 from engine.scheduler import Scheduler
 
 Start = Callable[..., Engine]
-
-
-def prompt_of(length: int, seed: int = 0) -> list[int]:
-    return random.Random(seed).choices(range(3, 512), k=length)
-
-
-def greedy(max_tokens: int) -> SamplingParams:
-    return SamplingParams(max_tokens=max_tokens)
 
 
 class Fault:

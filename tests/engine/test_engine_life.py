@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import subprocess
 import sys
 import threading
@@ -11,8 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import tiny_config
 from step_spy import PATIENCE_S, StepSpy, assert_quiet, until
+from tiny_engine import prompt_of, tiny_config
 
 from engine import Engine, EngineConfig, SamplingParams
 from engine.commands import FlushPrefixCache
@@ -20,10 +19,6 @@ from engine.errors import CheckpointError, EngineStopped, FootplateError
 from engine.weights.checkpoint import Checkpoint
 
 Start = Callable[..., Engine]
-
-
-def prompt_of(length: int, seed: int = 0) -> list[int]:
-    return random.Random(seed).choices(range(3, 512), k=length)
 
 
 def engine_threads() -> list[threading.Thread]:
