@@ -215,7 +215,7 @@ class _Shield:
     def put_on(self, content: str) -> str:
         """`content` with its control tokens broken."""
         bare = content.strip()
-        start, end = len(content) - len(content.lstrip()), len(content.rstrip())
+        start, end = (len(content) - len(content.lstrip()), len(content.rstrip())) if bare else (0, len(content))
         at_start = self._control.may_end_in(content) or self._control.may_end_in(bare)
         at_end = self._control.may_begin_in(content) or self._control.may_begin_in(bare)
         # Next to the text itself, not to the whitespace around it, so that a template's `trim` still finds that.

@@ -49,6 +49,29 @@ class Wake:
     """An inbox message that only wakes the engine thread."""
 
 
+@dataclass(frozen=True, slots=True)
+class SaveState(Command):
+    """Write what the prefix cache holds of these tokens (a chat's prompt and answer) to a file, KV and recurrent state;
+    `result()` is how many tokens were saved."""
+
+    token_ids: tuple[int, ...]
+    path: str
+
+    def describe(self) -> str:
+        return f"save the state of {len(self.token_ids)} tokens to {self.path}"
+
+
+@dataclass(frozen=True, slots=True)
+class LoadState(Command):
+    """Read a saved state into the prefix cache, so that a prompt that begins like it needn't be computed; `result()` is
+    how many tokens were loaded."""
+
+    path: str
+
+    def describe(self) -> str:
+        return f"load the state in {self.path}"
+
+
 class Ticket:
     """The life of one command: queued → draining → applied at `step` | refused with `reason` | cancelled.
 

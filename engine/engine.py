@@ -309,8 +309,10 @@ class Engine:
                 message.settle("cancelled", self.view.step, reason=reason, stopped=True)
             elif not isinstance(message, Wake):
                 from engine.commit import finish
+                from engine.scheduler import Job
 
-                finish(message, "error" if failed else "cancelled", reason if failed else None)
+                if isinstance(message, Job):
+                    finish(message, "error" if failed else "cancelled", reason if failed else None)
 
     def _load_and_serve(self) -> None:
         self._progress("importing torch", 0, 0)

@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from engine.commands import CancelRequest, Command, FlushPrefixCache, Ticket, Wake
+from engine.commands import CancelRequest, Command, FlushPrefixCache, LoadState, SaveState, Ticket, Wake
 from engine.commit import commit, finish
 from engine.device import read_memory
 from engine.errors import CommandRefused, FootplateError, InvariantBroken
@@ -16,6 +16,7 @@ from engine.model.transformer import TransformerModel
 from engine.request import FinishReason
 from engine.sampler import Sampler
 from engine.scheduler import Job, Scheduler
+from engine.transfers import Loaded, Transfers
 from engine.view import EngineView, MemoryItem, MemoryView, ModelView, RequestView, TicketView, Totals
 
 PUBLISH_S = 0.1
@@ -24,7 +25,7 @@ IDLE_WAIT_S = 0.25
 MAX_TICKETS = 64
 
 
-Message = Job | Ticket | Wake
+Message = Job | Ticket | Loaded | Wake
 Publish = Callable[[EngineView], None]
 
 
@@ -53,6 +54,7 @@ class EngineLoop:
         self._memory: MemoryView | None = None
         self._memory_at = 0.0
         self._checked = True
+        self._transfers = Transfers(model.lifecycle, inbox.put)
 
     def run(self, should_stop: Callable[[], bool]) -> None:
         """Serve until `should_stop`. Raises what can't be laid at a request's door (`InvariantBroken` and the like)."""
@@ -75,6 +77,7 @@ class EngineLoop:
                 self._end(job, "cancelled")
             else:
                 finish(job, "error", error)
+        self._transfers.abandon(self.step, error or "the engine was closed.")
 
     def _idle(self) -> None:
         if not self._checked:
@@ -116,12 +119,19 @@ class EngineLoop:
         if isinstance(message, Ticket):
             self._tickets.append(message)
             try:
+                if isinstance(message.command, (SaveState, LoadState)):
+                    self._transfers.begin(message, self.step)
+                    return True
                 value = self._apply(message.command)
             except FootplateError as error:
                 message.settle("refused", self.step, reason=str(error))
             else:
                 message.settle("applied", self.step, value=value)
             self._note("ticket", f"{message.command.describe()}: {message.reason or message.state}")
+            return True
+        if isinstance(message, Loaded):
+            self._transfers.finish(message, self.step)
+            self._note("ticket", f"{message.ticket.command.describe()}: {message.ticket.reason or message.ticket.state}")
             return True
         return False
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from engine.errors import RequestError
@@ -43,8 +43,10 @@ class SamplingParams:
     logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        if not isinstance(self.logit_bias, Mapping):
+            raise RequestError(f"logit_bias must map token ids to numbers, not be {self.logit_bias!r}.")
+        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else _items("stop", self.stop))
+        object.__setattr__(self, "stop_token_ids", _items("stop_token_ids", self.stop_token_ids))
         object.__setattr__(self, "logit_bias", dict(self.logit_bias))
         _whole("max_tokens", self.max_tokens, 1, 2**31 - 1)
         _number("temperature", self.temperature, 0.0, 100.0)
@@ -82,6 +84,12 @@ class SamplingParams:
             for token_id in ids:
                 if token_id >= vocab_size:
                     raise RequestError(f"{name} names token id {token_id}, but the vocabulary ends at {vocab_size - 1}.")
+
+
+def _items(name: str, value: object) -> tuple[object, ...]:
+    if not isinstance(value, Iterable):
+        raise RequestError(f"{name} must hold several values, not be {value!r}.")
+    return tuple(value)
 
 
 def _whole(name: str, value: object, low: int, high: int) -> None:

@@ -91,7 +91,7 @@ class TokenMatcher:
 
     @cached_property
     def _joined(self) -> str:
-        return "\n".join(self._ids)
+        return "\uffff".join(self._ids)
 
     def _present(self, text: str) -> Iterator[str]:
         # Thousands of `<unused…>` share a beginning: one search rules them all out.

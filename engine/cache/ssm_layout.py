@@ -10,7 +10,7 @@ RING_ENTRIES = 2
 @dataclass(frozen=True, slots=True)
 class SsmShape:
     """The recurrent state of one sequence: per layer an h-state `[num_heads, key_dim, value_dim]` in fp32 and a conv-state
-    `[conv_channels, conv_taps]`, the last raw inputs of the convolution, in the model's dtype."""
+    `[conv_taps, conv_channels]`, the last raw inputs of the convolution, in the model's dtype."""
 
     num_layers: int
     num_heads: int

@@ -17,7 +17,7 @@ from engine.view import SsmView
 
 
 class SsmPool:
-    """Slots of a fixed address: `h` fp32 `[layers, slots, heads, key_dim, value_dim]`, `conv` `[layers, slots, channels, taps]`.
+    """Slots of a fixed address: `h` fp32 `[layers, slots, heads, key_dim, value_dim]`, `conv` `[layers, slots, taps, channels]`.
 
     Slot numbers: live slots first, then rings, draft rows and snapshots.
     """
@@ -28,7 +28,7 @@ class SsmPool:
         self.h = torch.empty(
             (shape.num_layers, slots, shape.num_heads, shape.key_dim, shape.value_dim), device=device, dtype=torch.float32
         ).fill_(0)
-        self.conv = torch.empty((shape.num_layers, slots, shape.conv_channels, shape.conv_taps), device=device, dtype=dtype).fill_(
+        self.conv = torch.empty((shape.num_layers, slots, shape.conv_taps, shape.conv_channels), device=device, dtype=dtype).fill_(
             0
         )
         self.slot_bytes = shape.slot_bytes(dtype.itemsize)

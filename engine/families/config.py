@@ -76,9 +76,10 @@ class GatedDeltaConfig:
 class ModelConfig:
     """The architecture of a decoder. Sizes count elements; `max_position` is the context it was made for, in tokens.
 
-    norm_offset: added to every norm weight (Gemma stores w − 1). sandwich_norms: norms after attention and MLP too.
-    output_gate: q_proj makes a sigmoid gate for attention's output too. gated_delta: sizes of the recurrent layers, None without
-    any. attention_scale: multiplies q·k. embedding_scale: multiplies the embedded rows.
+    source_prefix: what the file's tensor names begin with instead of "model.". norm_offset: added to every norm weight (Gemma
+    stores w − 1). sandwich_norms: norms after attention and MLP too. output_gate: q_proj makes a sigmoid gate for attention's
+    output too. gated_delta: sizes of the recurrent layers, None without any. attention_scale: multiplies q·k.
+    embedding_scale: multiplies the embedded rows.
     """
 
     family: str
@@ -102,6 +103,7 @@ class ModelConfig:
     sandwich_norms: bool = False
     embedding_scale: float = 1.0
     tied_head: bool = False
+    source_prefix: str = "model."
     output_gate: bool = False
     gated_delta: GatedDeltaConfig | None = None
 

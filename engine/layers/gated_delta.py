@@ -9,15 +9,15 @@ from torch.nn import functional
 from engine.batch import Batch, StateSpan
 from engine.families.config import GatedDeltaConfig
 from engine.layers.linear import Linear
-from kernels.causal_conv.eager import conv_rows, conv_step, window_at
-from kernels.gated_delta.eager import CHUNK, chunked, recurrent_rows, recurrent_step, state_at
+from kernels.causal_conv.eager import conv_rows, conv_step, window_at, windows_per_row
+from kernels.gated_delta.eager import CHUNK_ROWS, chunked, l2_normalise, recurrent_rows, recurrent_step, state_at
 
 
 class GatedDeltaNet:
-    """One recurrent layer. It owns no state: h, fp32 `[slots, heads, key_dim, value_dim]`, and conv, `[slots, channels, taps]`, are
+    """One recurrent layer. It owns no state: h, fp32 `[slots, heads, key_dim, value_dim]`, and conv, `[slots, taps, channels]`, are
     its layer's share of the pool.
 
-    conv_weight: `[channels, taps + 1]`; a_log, dt_bias: fp32 `[heads]`; norm_weight: `[value_dim]`.
+    conv_weight: fp32 `[taps + 1, channels]`; a_log, dt_bias: fp32 `[heads]`; norm_weight: `[value_dim]`.
     """
 
     def __init__(
@@ -62,9 +62,9 @@ class GatedDeltaNet:
     def _split(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         config, rows = self.config, mixed.shape[0]
         width = config.num_k_heads * config.key_dim
-        q, k, v = mixed.split((width, width, config.num_v_heads * config.value_dim), dim=-1)
+        q, k, v = torch.split(mixed, [width, width, config.num_v_heads * config.value_dim], dim=-1)
         keys = (rows, config.num_k_heads, config.key_dim)
-        return q.reshape(keys), k.reshape(keys), v.reshape(rows, config.num_v_heads, config.value_dim)
+        return l2_normalise(q.reshape(keys)), l2_normalise(k.reshape(keys)), v.reshape(rows, config.num_v_heads, config.value_dim)
 
     def _span(self, qkv: Tensor, g: Tensor, beta: Tensor, span: StateSpan) -> Tensor:
         before = self.conv[span.slot].clone()
@@ -73,17 +73,17 @@ class GatedDeltaNet:
         self.conv[span.slot] = window
         if span.row_slots:
             out, states = recurrent_rows(q, k, v, g, beta, self.h[span.slot])
-            for row, slot in enumerate(span.row_slots):
-                self.h[slot] = states[row]
-                self.conv[slot] = window_at(qkv, before, row + 1)
+            row_slots = torch.tensor(span.row_slots, device=self.h.device)
+            self.h.index_copy_(0, row_slots, states)
+            self.conv.index_copy_(0, row_slots, windows_per_row(qkv, before))
             self.h[span.slot] = states[-1]
             return out
         out, final, starts = chunked(q, k, v, g, beta, self.h[span.slot])
         for offset, slot in span.snapshots:
             # Not by splitting the chunk: from the state at its start, by a partial update up to the boundary.
-            first = (offset - 1) // CHUNK * CHUNK
-            part = slice(first, min(first + CHUNK, span.q_len))
-            self.h[slot] = state_at(k[part], v[part], g[part], beta[part], starts[first // CHUNK], offset - first)
+            first = (offset - 1) // CHUNK_ROWS * CHUNK_ROWS
+            part = slice(first, min(first + CHUNK_ROWS, span.q_len))
+            self.h[slot] = state_at(k[part], v[part], g[part], beta[part], starts[first // CHUNK_ROWS], offset - first)
             self.conv[slot] = window_at(qkv, before, offset)
         self.h[span.slot] = final
         return out

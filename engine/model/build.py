@@ -8,10 +8,12 @@ from engine.cache.ssm_pool import SsmPool
 from engine.families.config import ModelConfig
 from engine.layers.attention import Attention
 from engine.layers.decoder import DecoderLayer, Mixer
+from engine.layers.gated_delta import GatedDeltaNet
 from engine.layers.linear import Linear
 from engine.layers.mlp import GatedMlp
 from engine.layers.norm import RmsNorm
 from engine.weights.store import WeightStore
+from kernels.causal_conv.eager import tap_major
 
 
 def build_layers(config: ModelConfig, store: WeightStore, kv_cache: Tensor, ssm: SsmPool | None) -> list[DecoderLayer]:
@@ -59,8 +61,6 @@ class _LayerWeights:
         return (self.norm("self_attn.q_norm"), self.norm("self_attn.k_norm")) if self.config.qk_norm else None
 
     def gated_delta(self, h: Tensor, conv: Tensor) -> Mixer:
-        from engine.layers.gated_delta import GatedDeltaNet
-
         delta = self.config.gated_delta
         assert delta is not None
         qkv, z, b, a, out = (
@@ -69,7 +69,7 @@ class _LayerWeights:
         return GatedDeltaNet(
             delta,
             (qkv, z, b, a, out),
-            self.get("linear_attn.conv1d.weight").view(delta.conv_channels, delta.conv_kernel),
+            tap_major(self.get("linear_attn.conv1d.weight")),
             self.get("linear_attn.A_log"),
             self.get("linear_attn.dt_bias"),
             self.get("linear_attn.norm.weight"),

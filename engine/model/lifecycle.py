@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence as SequenceOf
 from typing import BinaryIO
 
+from torch import Tensor
+
 from engine.batch import BatchBuilder
 from engine.cache.blocks import BlockPool
 from engine.cache.prefix import PrefixMatch, PrefixTree
@@ -176,7 +178,11 @@ class Lifecycle(ModelLifecycle):
             raise BatchRefused(f"{num_blocks} KV blocks don't hold the {count} saved tokens.")
         tensors = self.states.load(state)
         self.reserve(seq, count if num_blocks is None else num_blocks * self.blocks.block_size)
-        self.states.install(seq, state.header.token_ids, tensors)
+        self.install_state(seq, state.header.token_ids, tensors)
+
+    def install_state(self, seq: Sequence, token_ids: tuple[int, ...], tensors: list[Tensor]) -> None:
+        """Put a loaded state into an empty sequence that has the blocks for it."""
+        self.states.install(seq, token_ids, tensors)
         if self.ssm is not None:
             self.ssm.restored(seq)
 

@@ -74,8 +74,9 @@ def _pieces(tensors: list[Tensor]) -> Iterator[memoryview]:
 class StateReader:
     """Reads a saved state in two steps, so that nothing large is allocated before the header was checked."""
 
-    def __init__(self, reader: BinaryIO) -> None:
+    def __init__(self, reader: BinaryIO, file_bytes: int | None = None) -> None:
         self._reader = reader
+        self._file_bytes = file_bytes
         self._digest = hashlib.sha256()
         self.header, self._payload_bytes, self._payload_sha256 = self._read_header()
 
@@ -106,6 +107,11 @@ class StateReader:
             raise SavedStateError("the saved state's header can't be understood; the file is damaged. Save it again.") from error
         if not _sound(header, size, sha256):
             raise SavedStateError("the saved state's header holds values that can't be; the file is damaged. Save it again.")
+        whole = len(MAGIC) + 8 + length + size + hashlib.sha256().digest_size
+        if self._file_bytes is not None and self._file_bytes != whole:
+            raise SavedStateError(
+                f"the saved state should have {whole:,} bytes and has {self._file_bytes:,}; it is damaged. Save it again."
+            )
         return header, size, sha256
 
     def read(self, like: list[Tensor]) -> list[Tensor]:

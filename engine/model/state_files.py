@@ -53,17 +53,22 @@ class StateFiles:
         h, conv = self.ssm.h, self.ssm.conv
         return (h.shape[0], *h.shape[2:]), (conv.shape[0], *conv.shape[2:])
 
+    def gather(self, seq: Sequence) -> list[Tensor]:
+        """A copy on the host of what the sequence has computed: KV, and of a hybrid model h- and conv-state."""
+        tensors = [self.kv_cache.index_select(2, self._slots(seq.block_table, seq.num_computed_tokens)).cpu()]
+        if self.ssm is not None:
+            h, conv = self.ssm.h[:, seq.ssm_slot], self.ssm.conv[:, seq.ssm_slot]
+            tensors += [h.to("cpu", copy=True), conv.to("cpu", copy=True)]
+        return tensors
+
     def save(self, seq: Sequence, writer: BinaryIO) -> None:
         """Write the sequence's computed tokens; it is left as it is. Raises `SavedStateError` when the file can't be written."""
-        count = seq.num_computed_tokens
-        tensors = [self.kv_cache.index_select(2, self._slots(seq.block_table, count)).cpu()]
-        if self.ssm is not None:
-            tensors += [self.ssm.h[:, seq.ssm_slot].cpu(), self.ssm.conv[:, seq.ssm_slot].cpu()]
-        write_state(writer, self.header(tuple(seq.token_ids[:count])), tensors)
+        write_state(writer, self.header(tuple(seq.token_ids[: seq.num_computed_tokens])), self.gather(seq))
 
-    def open(self, reader: BinaryIO, max_tokens: int) -> StateReader:
-        """Read and check a file's header against this model. Raises `SavedStateError` naming what differs."""
-        state = StateReader(reader)
+    def open(self, reader: BinaryIO, max_tokens: int, file_bytes: int | None = None) -> StateReader:
+        """Read and check a file's header against this model (and its claims against the file's size, where that is known).
+        Raises `SavedStateError` naming what differs."""
+        state = StateReader(reader, file_bytes)
         found = state.header
         if len(found.token_ids) > max_tokens:
             raise SavedStateError(f"the saved state holds {len(found.token_ids):,} tokens, and there is room for {max_tokens:,}.")
