@@ -26,7 +26,8 @@ MIN_LOG_DECAY = -200.0
 def l2_normalise(x: Tensor, eps: float = 1e-6) -> Tensor:
     """`x / sqrt(Σx² + eps)` over the last dimension: fp32, in x's shape."""
     x = x.float()
-    return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + eps)
+    # sqrt and division are exact wherever a row lies; torch's rsqrt on a CPU depends on its place in a vector.
+    return x / ((x * x).sum(-1, keepdim=True) + eps).sqrt_()
 
 
 # One row at a time

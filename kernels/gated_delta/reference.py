@@ -9,7 +9,7 @@ from torch import Tensor
 def l2_normalise(x: Tensor, eps: float = 1e-6) -> Tensor:
     """`x / sqrt(Σx² + eps)` over the last dimension, fp32 in x's shape."""
     x = x.float()
-    return x * torch.rsqrt(x.pow(2).sum(-1, keepdim=True) + eps)
+    return x / torch.sqrt(x.pow(2).sum(-1, keepdim=True) + eps)
 
 
 def gated_delta(
