@@ -39,7 +39,7 @@ SIZES = st.lists(st.integers(1, 7), min_size=1, max_size=5)
 
 
 @given(st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_deltas_together_are_the_decoded_text(smollm2: Tokenizer, spm: Tokenizer, data: st.DataObject) -> None:
     tokenizer = data.draw(st.sampled_from([smollm2, spm]))
     # Byte tokens, and words that end or begin inside a character, are what a stream can get wrong.
@@ -51,7 +51,7 @@ def test_deltas_together_are_the_decoded_text(smollm2: Tokenizer, spm: Tokenizer
 
 
 @given(st.lists(st.text(alphabet="ab\n", min_size=1, max_size=4), max_size=4), st.text(alphabet="ab\nc", max_size=30), SIZES)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=200, deadline=None)
 def test_the_first_stop_string_cuts_the_answer(smollm2: Tokenizer, stop: list[str], text: str, sizes: list[int]) -> None:
     ids = smollm2.encode(text)
     deltas, stream = streamed(smollm2, ids, sizes, tuple(stop))

@@ -76,17 +76,25 @@ def test_typed_control_tokens_stay_text(smollm2: Tokenizer, spm: Tokenizer) -> N
             assert tokenizer.decode(ids) == text
 
 
+@pytest.fixture(scope="module")
+def unprefixed_spm(spm_metadata: dict[str, Any]) -> Tokenizer:
+    """A space before each piece of text, as the other has it, couldn't be told from one in the text."""
+    return Tokenizer.from_gguf({**spm_metadata, "tokenizer.ggml.add_space_prefix": False})
+
+
 # SmolLM2's vocabulary has no tokens for the bytes of characters past U+3FFFF, nor for six control characters; llama.cpp
 # leaves them out too.
 @given(st.text(st.characters(max_codepoint=0x3FFFF, exclude_categories=("Cs",))))
-@settings(max_examples=150, deadline=None)
-def test_no_text_becomes_a_control_token_or_is_changed_on_the_way_back(smollm2: Tokenizer, spm: Tokenizer, text: str) -> None:
+@settings(max_examples=100, deadline=None)
+def test_no_text_becomes_a_control_token_or_is_changed_on_the_way_back(
+    smollm2: Tokenizer, unprefixed_spm: Tokenizer, text: str
+) -> None:
     ids = smollm2.encode(text)
     assert smollm2.special_ids.isdisjoint(ids)
     assert smollm2.decode(ids) == text.translate(dict.fromkeys(map(ord, "\x04\x06\x13\x14\x16\x1d")))
-    ids = spm.encode(text, add_bos=False)
-    assert spm.special_ids.isdisjoint(ids)
-    assert spm.decode(ids) == text.replace("\u2581", " ")
+    ids = unprefixed_spm.encode(text, add_bos=False)
+    assert unprefixed_spm.special_ids.isdisjoint(ids)
+    assert unprefixed_spm.decode(ids) == text.replace("\u2581", " ")
 
 
 def test_a_control_token_that_merges_could_make_is_not_made(spm_metadata: dict[str, Any]) -> None:
