@@ -8,6 +8,8 @@ from pathlib import Path
 # Before any library reads them: no test may reach the hub by accident, and tokenizers' threads don't fork well.
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# As the engine does before it imports torch: a busy core elsewhere must not stall every parallel loop.
+os.environ.setdefault("GOMP_SPINCOUNT", "100")
 
 import pytest
 import torch
