@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 from step_spy import PATIENCE_S, Step, StepSpy, assert_quiet, until
-from tiny_engine import greedy, prompt_of
+from tiny_engine import assert_same, greedy, prompt_of, watched
 
-from engine import Engine, SamplingParams
+from engine import Completion, Engine, SamplingParams
+from engine.commands import FlushPrefixCache
 from engine.errors import RequestError
 
 Start = Callable[..., Engine]
@@ -170,9 +171,9 @@ def test_a_stop_string_ends_an_answer_and_is_cut_from_its_text(start: Start, tin
 
 def test_a_queued_request_can_be_cancelled(start: Start, spy: StepSpy) -> None:
     engine = start(max_batch=1)
-    alone = engine.generate(prompt_of(20, 1), greedy(8)).token_ids
+    alone = engine.generate(prompt_of(20, 1), watched(8))
     spy.hold()
-    first = engine.submit(prompt_of(20, 1), params=greedy(8))
+    first = engine.submit(prompt_of(20, 1), params=watched(8))
     spy.wait()
     second = engine.submit(prompt_of(20, 2), params=greedy(8))
     spy.step()
@@ -185,7 +186,7 @@ def test_a_queued_request_can_be_cancelled(start: Start, spy: StepSpy) -> None:
     assert (done.finish_reason, done.token_ids) == ("cancelled", ())
     assert done.stats.ttft_ms is None
     assert not spy.rows_of(second.request_id), "it was computed all the same"
-    assert first.result(PATIENCE_S).token_ids == alone
+    assert_same(first.result(PATIENCE_S), alone)
     assert_quiet(engine)
 
 
@@ -245,8 +246,8 @@ def test_a_preempted_request_can_be_cancelled(start: Start, spy: StepSpy) -> Non
     assert 0 < len(done[request_id].token_ids) < 24, "it hadn't begun its answer, or had ended it"
     assert all(request_id not in step.decoding | step.prefilling for step in spy.steps[at:]), "it was computed after the cancel"
     assert [d.finish_reason for other, d in done.items() if other != request_id] == ["length", "length"]
-    assert engine.view.totals.preemptions >= 1
     assert_quiet(engine)
+    assert engine.view.totals.preemptions >= 1
 
 
 def test_a_cancel_after_the_end_changes_nothing(shared_engine: Engine) -> None:
@@ -263,20 +264,18 @@ def test_a_cancel_after_the_end_changes_nothing(shared_engine: Engine) -> None:
 def test_prompts_join_running_answers_without_holding_them_up(start: Start, spy: StepSpy) -> None:
     engine = start(max_batch_tokens=16)
     prompts = {"early": prompt_of(10, 1), "late": prompt_of(60, 2)}
-    alone = {name: engine.generate(prompt, greedy(30)).token_ids for name, prompt in prompts.items()}
-    from engine.commands import FlushPrefixCache
-
+    alone = {name: engine.generate(prompt, watched(30)) for name, prompt in prompts.items()}
     engine.command(FlushPrefixCache()).result(PATIENCE_S)
     spy.hold()
-    early = engine.submit(prompts["early"], params=greedy(30))
+    early = engine.submit(prompts["early"], params=watched(30))
     spy.wait()
     spy.step()
     spy.step()
-    late = engine.submit(prompts["late"], params=greedy(30))
+    late = engine.submit(prompts["late"], params=watched(30))
     del spy.steps[:]
     spy.open()
-    assert early.result(PATIENCE_S).token_ids == alone["early"]
-    assert late.result(PATIENCE_S).token_ids == alone["late"]
+    assert_same(early.result(PATIENCE_S), alone["early"])
+    assert_same(late.result(PATIENCE_S), alone["late"])
     mixed = [step for step in spy.steps if late.request_id in step.prefilling]
     assert len(mixed) == 4, "60 tokens beside one decode row take four chunks of 15"
     assert all(step.decoding == {early.request_id} for step in mixed), "the prompt held the answer up"
@@ -289,19 +288,21 @@ def test_prompts_join_running_answers_without_holding_them_up(start: Start, spy:
 def test_many_requests_from_many_threads_get_the_answers_they_get_alone(start: Start, spy: StepSpy) -> None:
     engine = start(num_kv_blocks=200)
     jobs = [(prompt_of(3 + 7 * i % 50, i), 5 + i % 9) for i in range(24)]
-    alone = [engine.generate(prompt, greedy(count)).token_ids for prompt, count in jobs]
-    found: dict[int, tuple[int, ...]] = {}
+    alone = [engine.generate(prompt, watched(count)) for prompt, count in jobs]
+    engine.command(FlushPrefixCache()).result(PATIENCE_S)
+    found: dict[int, Completion] = {}
 
     def ask(index: int) -> None:
         prompt, count = jobs[index]
-        found[index] = engine.generate(prompt, greedy(count)).token_ids
+        found[index] = engine.generate(prompt, watched(count))
 
     threads = [threading.Thread(target=ask, args=(index,)) for index in range(len(jobs))]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(PATIENCE_S)
-    assert [found[index] for index in range(len(jobs))] == alone
+    for index, expected in enumerate(alone):
+        assert_same(found[index], expected)
     assert max(len(step.rows) for step in spy.steps) == 8, "max_batch was never reached"
     assert_quiet(engine)
 

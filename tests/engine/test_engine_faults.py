@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from step_spy import PATIENCE_S, StepSpy, assert_quiet, until
-from tiny_engine import greedy, prompt_of
+from tiny_engine import assert_same, greedy, prompt_of, watched
 
 from engine import Engine
 from engine.commands import CancelRequest, FlushPrefixCache
@@ -46,14 +46,14 @@ def test_an_error_in_a_forward_pass_ends_its_requests_in_a_sentence_and_the_next
 ) -> None:
     fault = Fault(monkeypatch, RuntimeError("boom in the layer"))
     engine = start(max_batch=2)
-    alone = engine.generate(prompt_of(20, 3), greedy(6)).token_ids
+    alone = engine.generate(prompt_of(20, 3), watched(6))
     engine.command(FlushPrefixCache()).result(PATIENCE_S)
     spy.hold()
     struck = [engine.submit(prompt_of(20, seed), params=greedy(30)) for seed in (1, 2)]
     spy.wait()
     spy.step()
     spy.step()
-    waiting = engine.submit(prompt_of(20, 3), params=greedy(6))
+    waiting = engine.submit(prompt_of(20, 3), params=watched(6))
     fault.arm()
     spy.open()
     for handle in struck:
@@ -64,9 +64,9 @@ def test_an_error_in_a_forward_pass_ends_its_requests_in_a_sentence_and_the_next
             handle.result()
         with pytest.raises(RequestError, match="boom in the layer"):
             list(handle)
-    assert waiting.result(PATIENCE_S).token_ids == alone, "a request that wasn't in the batch suffered"
+    assert_same(waiting.result(PATIENCE_S), alone)
     assert fault.fired == 1
-    assert engine.generate(prompt_of(20, 3), greedy(6)).token_ids == alone
+    assert_same(engine.generate(prompt_of(20, 3), watched(6)), alone)
     assert_quiet(engine)
     assert engine.view.totals.failed == 2
     assert "boom in the layer" in " ".join(event.text for event in engine.view.events if event.kind == "error")
@@ -79,22 +79,21 @@ def test_an_error_in_any_chunk_of_a_prompt_leaves_nothing_wrong_in_the_cache(
     fault = Fault(monkeypatch, ValueError("struck"))
     engine = start(max_batch_tokens=16, block_size=4, max_batch=4)
     prompt = prompt_of(60)
-    alone = engine.generate(prompt, greedy(10)).token_ids
+    alone = engine.generate(prompt, watched(10))
     engine.command(FlushPrefixCache()).result(PATIENCE_S)
     del spy.steps[:]
     spy.before = lambda _: fault.arm() if len(spy.steps) == chunk else None
     with pytest.raises(RequestError, match="ValueError: struck"):
         engine.generate(prompt, greedy(10))
     assert len(spy.steps) == chunk
-    again = engine.generate(prompt, greedy(10))
-    assert again.token_ids == alone
+    assert_same(engine.generate(prompt, watched(10)), alone)
     assert_quiet(engine)
 
 
 def test_a_forward_pass_that_yields_nan_ends_its_request_and_spoils_no_other(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = start(block_size=4)
     prompt = prompt_of(30)
-    alone = engine.generate(prompt, greedy(10)).token_ids
+    alone = engine.generate(prompt, watched(10))
     engine.command(FlushPrefixCache()).result(PATIENCE_S)
     call, spoil = DecoderLayer.__call__, [True]
 
@@ -106,7 +105,7 @@ def test_a_forward_pass_that_yields_nan_ends_its_request_and_spoils_no_other(sta
         engine.generate(prompt, greedy(10))
     spoil[0] = False
     # The prompt's blocks hold NaN: had they stayed in the prefix cache, or leaked into another's attention, this would show it.
-    assert engine.generate(prompt, greedy(10)).token_ids == alone
+    assert_same(engine.generate(prompt, watched(10)), alone)
     assert engine.generate(prompt_of(61, 5), greedy(3)).finish_reason == "length"
     assert_quiet(engine)
 
@@ -115,7 +114,7 @@ def test_one_row_s_nan_ends_that_request_alone(start: Start, spy: StepSpy, monke
     from engine.sampler import Sampler
 
     engine = start()
-    alone = engine.generate(prompt_of(20, 1), greedy(8)).token_ids
+    alone = engine.generate(prompt_of(20, 1), watched(8))
     sample, spoil = Sampler.sample, []
 
     def spoiling(sampler: Sampler, logits: torch.Tensor, rows: list[object]) -> object:
@@ -126,7 +125,7 @@ def test_one_row_s_nan_ends_that_request_alone(start: Start, spy: StepSpy, monke
 
     monkeypatch.setattr(Sampler, "sample", spoiling)
     spy.hold()
-    healthy = engine.submit(prompt_of(20, 1), params=greedy(8))
+    healthy = engine.submit(prompt_of(20, 1), params=watched(8))
     struck = engine.submit(prompt_of(20, 2), params=greedy(8))
     spy.wait()
     spoil.extend(_row_states_of(struck.request_id))
@@ -135,7 +134,7 @@ def test_one_row_s_nan_ends_that_request_alone(start: Start, spy: StepSpy, monke
     assert done.finish_reason == "error"
     assert "weren't finite" in str(done.error)
     assert len(done.token_ids) == 3
-    assert healthy.result(PATIENCE_S).token_ids == alone
+    assert_same(healthy.result(PATIENCE_S), alone)
     assert_quiet(engine)
 
 

@@ -6,7 +6,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-from engine import EngineConfig, SamplingParams
+from engine import Completion, EngineConfig, SamplingParams
 
 VOCAB = 512
 
@@ -24,3 +24,16 @@ def prompt_of(length: int, seed: int = 0) -> list[int]:
 
 def greedy(max_tokens: int) -> SamplingParams:
     return SamplingParams(max_tokens=max_tokens)
+
+
+def watched(max_tokens: int, **more: Any) -> SamplingParams:
+    """Greedy unless `more` says otherwise, with each token's logprob: ids alone would hardly notice a wrong cache."""
+    return SamplingParams(**{"max_tokens": max_tokens, "logprobs": 1, **more})
+
+
+def assert_same(found: Completion, expected: Completion) -> None:
+    """The same ids, and the same logprobs but for the rounding of other batches and chunks."""
+    assert found.token_ids == expected.token_ids
+    assert found.logprobs is not None and expected.logprobs is not None
+    ours, theirs = ([entry.logprob for entry in each.logprobs or ()] for each in (found, expected))
+    assert max(abs(a - b) for a, b in zip(ours, theirs, strict=True)) < 1e-4
