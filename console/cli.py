@@ -156,6 +156,7 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
         "--ssm-checkpoint-interval", type=int, metavar="N", help="tokens between a long answer's snapshots (default 256)"
     )
     group.add_argument("--ssm-draft-rows", type=int, metavar="N", help="verify rows a sequence can roll back to (default 0)")
+    group.add_argument("--spill-dir", metavar="DIR", help="keep preempted requests' states there instead of computing them again")
 
 
 def engine_config(options: argparse.Namespace) -> EngineConfig:

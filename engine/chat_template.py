@@ -168,7 +168,7 @@ def _rendered(
         num_missed = len(answers) - num_placed
         several = "An earlier answer was" if num_missed == 1 else f"{num_missed} earlier answers were"
         note = (
-            f"{several} tokenised again, because the chat template or an edit changed the text; "
+            f"{several} tokenised again, because the chat template, an edit or a stop string changed the text; "
             "the prefix cache can't be used from there on."
         )
     return [part for part in parts if part != ""], note

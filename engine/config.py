@@ -17,8 +17,8 @@ class EngineConfig:
 
     `None` (and "auto") mean "decided at load time from the checkpoint and the machine"; the
     decision is shown in the view. The ssm_ fields concern hybrid models: snapshot slots of recurrent state, tokens between the
-    snapshots of a long answer, and verify rows a sequence can roll back to. Raises `FootplateError` naming the flag when
-    a value can't work.
+    snapshots of a long answer, and verify rows a sequence can roll back to. spill_dir: where the states of preempted requests
+    go; without it they are computed again. Raises `FootplateError` naming the flag when a value can't work.
     """
 
     model: str = DEFAULT_MODEL
@@ -33,6 +33,7 @@ class EngineConfig:
     ssm_cache_slots: int = 16
     ssm_checkpoint_interval: int = 256
     ssm_draft_rows: int = 0
+    spill_dir: str | None = None
 
     def __post_init__(self) -> None:
         if not self.model:

@@ -113,7 +113,10 @@ def _adds_bos(pipeline: Pipeline, config: Mapping[str, object], bos: int | None)
 def _chat_template(path: Path, config: Mapping[str, object]) -> str | None:
     file = path / "chat_template.jinja"
     if file.is_file():
-        return file.read_text(encoding="utf-8")
+        try:
+            return file.read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise TokenizerError(f"{file} can't be read as UTF-8 text: {error}") from error
     template = _read_json(path / "chat_template.json").get("chat_template", config.get("chat_template"))
     if isinstance(template, list):  # several, by name
         named = {str(entry.get("name")): entry.get("template") for entry in template if isinstance(entry, dict)}

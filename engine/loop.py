@@ -22,6 +22,7 @@ from engine.view import EngineView, MemoryItem, MemoryView, ModelView, RequestVi
 PUBLISH_S = 0.1
 MEMORY_S = 0.5
 IDLE_WAIT_S = 0.25
+SPILL_WAIT_S = 0.005
 MAX_TICKETS = 64
 
 
@@ -86,7 +87,8 @@ class EngineLoop:
             self._checked = True
             self.publish()
         try:
-            message = self._inbox.get(timeout=IDLE_WAIT_S)
+            # A waiting job that can't start yet waits for its spilled state to be read back.
+            message = self._inbox.get(timeout=SPILL_WAIT_S if self.scheduler.waiting else IDLE_WAIT_S)
         except queue.Empty:
             return
         if self._accept(message):

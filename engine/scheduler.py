@@ -34,6 +34,8 @@ class Job:
     seq: Sequence | None = None
     order: int = -1
     num_preemptions: int = 0
+    num_restores: int = 0
+    spill_key: int | None = None
     cached_tokens: int = 0
     cache_note: str = ""
     kv_matched_tokens: int = 0
@@ -94,6 +96,8 @@ class Scheduler:
             job.seq = None
         else:
             self.waiting.remove(job)
+            if job.spill_key is not None and self.lifecycle.spill is not None:
+                self.lifecycle.spill.drop(job.spill_key)
 
     def plan(self) -> tuple[StepPlan, list[Job]]:
         """The next step and its jobs, in the same order. Admits and preempts on the way; an empty plan means nothing can run."""
@@ -152,8 +156,13 @@ class Scheduler:
             next_key = next((key for key in job.keys if not self.lifecycle.prefix.has(key)), None)
             if next_key in coming:
                 continue
+            spill = self.lifecycle.spill
+            if spill is not None and job.spill_key is not None and not spill.ready(job.spill_key):
+                continue
             needed = promised + -(-(len(tokens) + 1) // self.lifecycle.blocks.block_size)
-            room = self.lifecycle.reclaim_prefix_blocks_for(tokens, 0, needed, job.keys)
+            # A spilled state comes back whole: it reuses no cached block.
+            reusing = tokens if job.spill_key is None else []
+            room = self.lifecycle.reclaim_prefix_blocks_for(reusing, 0, needed, job.keys)
             if needed - room.reused_blocks > self.lifecycle.num_free_blocks:
                 if not self.running:
                     raise InvariantBroken(
@@ -168,13 +177,17 @@ class Scheduler:
 
     def _start(self, job: Job, tokens: list[int]) -> None:
         seq = self.lifecycle.alloc_sequence_for(job.budget_tokens, job.request.request_id)
-        found = self.lifecycle.adopt_prefix(seq, tokens, job.keys)
-        job.seq = seq
+        key, job.spill_key, job.seq = job.spill_key, None, seq
+        if key is not None and self.lifecycle.unspill_sequence(seq, tokens, key):
+            job.num_restores += 1
+        else:
+            found = self.lifecycle.adopt_prefix(seq, tokens, job.keys)
+            if job.order < 0:
+                job.cached_tokens, job.cache_note, job.kv_matched_tokens = found.num_tokens, found.note, found.kv_tokens
         if job.order < 0:
             job.order = self._order
             self._order += 1
             job.admitted_s = time.monotonic()
-            job.cached_tokens, job.cache_note, job.kv_matched_tokens = found.num_tokens, found.note, found.kv_tokens
         self.running.append(job)
         self.running.sort(key=lambda each: each.order)
 
@@ -190,6 +203,7 @@ class Scheduler:
             )
         assert job.seq is not None
         self.running.remove(job)
+        job.spill_key = self.lifecycle.spill_sequence(job.seq)
         self.lifecycle.retire_sequence(job.seq)
         job.seq = None
         job.num_preemptions += 1

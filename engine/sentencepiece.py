@@ -6,6 +6,7 @@ import heapq
 from collections.abc import Iterator, Mapping, Sequence
 
 _MAX_CACHED_CHUNKS = 65536
+_MAX_CACHED_LENGTH = 64  # characters
 SPACE = "\u2581"
 
 
@@ -33,9 +34,11 @@ class ScoredMerges:
         for chunk in self._chunks(text.replace(" ", SPACE)):
             ids = self._cache.get(chunk)
             if ids is None:
-                if len(self._cache) >= _MAX_CACHED_CHUNKS:
-                    self._cache.clear()
-                ids = self._cache[chunk] = tuple(self._merge(chunk))
+                ids = tuple(self._merge(chunk))
+                if len(chunk) <= _MAX_CACHED_LENGTH:
+                    if len(self._cache) >= _MAX_CACHED_CHUNKS:
+                        self._cache.clear()
+                    self._cache[chunk] = ids
             out += ids
         return out
 

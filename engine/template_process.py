@@ -75,7 +75,10 @@ class ChatRenderer:
                 self._child = None
 
     def _new_child(self) -> _Child:
-        child = _Child(self._limits)
+        try:
+            child = _Child(self._limits)
+        except OSError as error:
+            raise TemplateFailed(f"its process can't be started: {error}", "ended") from error
         child.read(_START_TIMEOUT_S)
         try:
             self._ask(child, self._start)
@@ -126,32 +129,41 @@ class _Child:
         return self._exchange(b"", timeout_s)
 
     def _exchange(self, line: bytes, timeout_s: float) -> Mapping[str, object]:
-        stdin, stdout = self._process.stdin, self._process.stdout
+        process = self._process  # what the timer holds on to; not `self`, which may be forgotten meanwhile
+        stdin, stdout = process.stdin, process.stdout
         assert stdin is not None and stdout is not None
         expired = threading.Event()
 
         def expire() -> None:
             expired.set()
-            self._process.kill()
+            process.kill()
 
         # Killing the child also ends a blocked write or read here, so one timer covers both on every system.
         timer = threading.Timer(timeout_s, expire)
         timer.daemon = True
         timer.start()
         reply = b""
-        with contextlib.suppress(OSError):  # the child is gone: said below
+        try:
             stdin.write(line)
             stdin.flush()
             reply = stdout.readline(_MAX_REPLY_BYTES)
-        timer.cancel()
-        if expired.is_set() or not reply.endswith(b"\n"):
-            self.end()
-        if reply.endswith(b"\n"):
+        except OSError:
+            pass  # the child is gone: said below
+        except BaseException:
+            self.end()  # interrupted: its answer would be taken for the next one's
+            raise
+        finally:
+            timer.cancel()
+        content: object = None
+        with contextlib.suppress(ValueError):
             content = json.loads(reply)
-            return content if isinstance(content, dict) else {}
+        if expired.is_set() or not isinstance(content, dict):
+            self.end()
+        if isinstance(content, dict):
+            return content
         if expired.is_set():
             raise TemplateFailed(f"it was still running after {timeout_s:g} s", "timeout")
-        raise TemplateFailed(f"its process ended unexpectedly (status {self._process.returncode})", "ended")
+        raise TemplateFailed(f"its process ended unexpectedly (status {process.returncode})", "ended")
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -17,7 +17,6 @@ from torch import Tensor
 from engine.commands import LoadState, SaveState, Ticket
 from engine.errors import CommandRefused, FootplateError, SavedStateError
 from engine.model.lifecycle import Lifecycle
-from engine.model.saved_state import write_state
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +100,7 @@ class Transfers:
             raise SavedStateError(f"{path} can't be written: {error.strerror or error}. Choose another place.") from error
         try:
             with os.fdopen(handle, "wb") as file:
-                write_state(file, self.lifecycle.states.header(token_ids), tensors)
+                self.lifecycle.states.write(file, token_ids, tensors)
             os.replace(name, path)
         except OSError as error:
             raise SavedStateError(f"{path} can't be written: {error.strerror or error}. Choose another place.") from error

@@ -39,7 +39,8 @@ def identify(checkpoint: Checkpoint) -> tuple[Family, ModelConfig]:
     if gguf:
         arch = reader.text("general.architecture", "")
         found = [family for family in FAMILIES if arch in family.gguf_architectures]
-        name = reader.text("general.name", checkpoint.path.stem)
+        # The file is what a person chose and knows; `general.name` is often the name of a training run.
+        name = checkpoint.path.stem
     else:
         listed = reader.get("architectures")
         arch = str(listed[0]) if isinstance(listed, list) and listed else ""

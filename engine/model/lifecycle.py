@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
+from pathlib import Path
 from typing import BinaryIO
 
 from torch import Tensor
@@ -10,6 +11,7 @@ from torch import Tensor
 from engine.batch import BatchBuilder
 from engine.cache.blocks import BlockPool
 from engine.cache.prefix import PrefixMatch, PrefixTree
+from engine.cache.spill import Spill
 from engine.cache.ssm_pool import SsmPool
 from engine.errors import BatchRefused, InvariantBroken
 from engine.model.base import ModelLifecycle, PrefixReclaim
@@ -29,6 +31,7 @@ class Lifecycle(ModelLifecycle):
         max_seq_len: int,
         kv_block_bytes: int,
         states: StateFiles,
+        spill_dir: Path | None,
         ssm: SsmPool | None = None,
         checkpoint_interval: int = 256,
     ) -> None:
@@ -37,6 +40,7 @@ class Lifecycle(ModelLifecycle):
         self.ssm = SsmState(ssm, self.prefix, blocks.block_size, checkpoint_interval) if ssm is not None else None
         self.builder = builder
         self.states = states
+        self.spill = Spill(spill_dir, states.write, states.read) if spill_dir is not None else None
         self.max_seq_len = max_seq_len
         self.kv_block_bytes = kv_block_bytes
         self._free_rows = list(range(max_batch - 1, -1, -1))
@@ -185,6 +189,26 @@ class Lifecycle(ModelLifecycle):
         self.states.install(seq, token_ids, tensors)
         if self.ssm is not None:
             self.ssm.restored(seq)
+
+    # Preempted sequences on disk
+
+    def spill_sequence(self, seq: Sequence) -> int | None:
+        """Copy a sequence's state out before it is preempted; returns its key, None where nothing is spilled."""
+        if self.spill is None or not seq.num_computed_tokens:
+            return None
+        return self.spill.put(tuple(seq.token_ids[: seq.num_computed_tokens]), self.states.gather(seq))
+
+    def unspill_sequence(self, seq: Sequence, tokens: SequenceOf[int], key: int) -> bool:
+        """Bring a spilled state back into an empty sequence and append the tokens beyond it; False, leaving the sequence empty,
+        when the disk lost it."""
+        found = self.spill.take(key) if self.spill is not None else None
+        if found is None:
+            return False
+        token_ids, tensors = found
+        self.reserve(seq, len(token_ids))
+        self.install_state(seq, token_ids, tensors)
+        seq.append(list(tokens[len(token_ids) :]))
+        return True
 
     def compact_sequence(self, seq: Sequence, new_slot: int) -> None:
         """Move the sequence's recurrent state, its ring included, to live slot `new_slot`: a free one, or that of a retired

@@ -63,7 +63,16 @@ class StateFiles:
 
     def save(self, seq: Sequence, writer: BinaryIO) -> None:
         """Write the sequence's computed tokens; it is left as it is. Raises `SavedStateError` when the file can't be written."""
-        write_state(writer, self.header(tuple(seq.token_ids[: seq.num_computed_tokens])), self.gather(seq))
+        self.write(writer, tuple(seq.token_ids[: seq.num_computed_tokens]), self.gather(seq))
+
+    def write(self, writer: BinaryIO, token_ids: tuple[int, ...], tensors: list[Tensor]) -> None:
+        """Write gathered tensors with the header these tokens have here."""
+        write_state(writer, self.header(token_ids), tensors)
+
+    def read(self, reader: BinaryIO, file_bytes: int) -> tuple[tuple[int, ...], list[Tensor]]:
+        """The token ids and tensors of a file that this model wrote."""
+        opened = self.open(reader, file_bytes, file_bytes)
+        return opened.header.token_ids, self.load(opened)
 
     def open(self, reader: BinaryIO, max_tokens: int, file_bytes: int | None = None) -> StateReader:
         """Read and check a file's header against this model (and its claims against the file's size, where that is known).

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -81,6 +82,7 @@ class TransformerModel:
             plan.max_seq_len,
             plan.kv_block_bytes,
             StateFiles(self.kv_cache, self.ssm_pool, store.digest, engine_config.block_size, config.vocab_size),
+            Path(engine_config.spill_dir) if engine_config.spill_dir is not None else None,
             self.ssm_pool,
             engine_config.ssm_checkpoint_interval,
         )
@@ -142,6 +144,8 @@ class TransformerModel:
         """Release the device memory this model owns, newest first; idempotent. The model can't be used afterwards."""
         if not hasattr(self, "forward"):
             return
+        if self.lifecycle.spill is not None:
+            self.lifecycle.spill.close()
         del self.verify, self.forward, self.logits, self.ssm_state, self.lifecycle, self.ssm_pool, self.kv_cache
         self._workspace_bytes = 0
         self.store.teardown()
