@@ -133,6 +133,12 @@ def test_a_template_that_raises_says_why_and_one_that_does_not_parse_too() -> No
         assert time.monotonic() - begin < 0.05  # no child is started for it again
 
 
+def test_a_process_that_cannot_be_started_is_a_failed_template(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    with rendering("x") as renderer:
+        assert "can't be started" in str(failure(renderer))
+
+
 def test_close_may_be_called_twice_and_before_anything_was_rendered() -> None:
     renderer = ChatRenderer("x", "", "")
     renderer.close()

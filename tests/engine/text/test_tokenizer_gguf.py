@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -169,3 +171,9 @@ def test_an_end_token_id_past_the_vocabulary_is_passed_over(spm_metadata: dict[s
     tokenizer = Tokenizer.from_gguf({**spm_metadata, "tokenizer.ggml.eot_token_id": 10**6})
     assert all(token_id < tokenizer.vocab_size for token_id in tokenizer.eos_token_ids)
     assert 2 in tokenizer.eos_token_ids
+
+
+def test_the_text_layer_needs_neither_torch_nor_transformers_nor_jinja() -> None:
+    program = "import sys, engine.chat_template, engine.text\nprint(sorted({'torch', 'transformers', 'jinja2'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "[]\n"
