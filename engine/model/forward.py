@@ -154,6 +154,7 @@ class Forward(ModelForward):
         size = min(chunk_size, self.builder.max_tokens)
         if size < 1:
             raise BatchRefused(f"a chunk of {chunk_size} tokens can't be computed.")
+        self._check_ids(seq, tokens)
         needed = self.lifecycle.blocks_needed(seq, len(tokens))
         if needed > self.lifecycle.num_free_blocks:
             raise BatchRefused(f"the prompt needs {needed} more KV blocks and {self.lifecycle.num_free_blocks} are free.")
@@ -243,15 +244,10 @@ class Forward(ModelForward):
     def run_parts(self, parts: SequenceOf[Part], num_decode: int = 0, row_base: int = 0) -> Tensor | None:
         """Append each part's ids to its sequence and compute them; returns as `run`. The ids are taken back if the plan isn't
         admitted, so a refused batch leaves every sequence as it was."""
+        if len({id(part.seq) for part in parts}) != len(parts):
+            raise BatchRefused("a sequence appears twice in the batch.")
         for part in parts:
-            seq = part.seq
-            if seq.num_tokens != seq.num_computed_tokens:
-                raise BatchRefused("a sequence of the batch has tokens that aren't computed yet.")
-            if seq.num_tokens + len(part.ids) > seq.budget_tokens:
-                raise BatchRefused(f"{len(part.ids)} more tokens exceed the sequence's budget of {seq.budget_tokens} tokens.")
-            for token in part.ids:
-                if not 0 <= token < self.vocab_size:
-                    raise BatchRefused(f"token id {token} isn't in the vocabulary of {self.vocab_size}.")
+            self._check_ids(part.seq, part.ids)
         rows = (PlanRow(part.seq, len(part.ids), part.num_logits, row_slots=part.row_slots) for part in parts)
         plan = StepPlan(tuple(rows), num_decode)
         for part in parts:
@@ -263,6 +259,16 @@ class Forward(ModelForward):
                 part.seq.take_back(len(part.ids))
             raise
         return self.run(plan, row_base)
+
+    def _check_ids(self, seq: Sequence, ids: SequenceOf[int]) -> None:
+        """Raise `BatchRefused` for ids that can't be appended to the sequence."""
+        if seq.num_tokens != seq.num_computed_tokens:
+            raise BatchRefused("a sequence of the batch has tokens that aren't computed yet.")
+        if seq.num_tokens + len(ids) > seq.budget_tokens:
+            raise BatchRefused(f"{len(ids)} more tokens exceed the sequence's budget of {seq.budget_tokens} tokens.")
+        for token in ids:
+            if not 0 <= token < self.vocab_size:
+                raise BatchRefused(f"token id {token} isn't in the vocabulary of {self.vocab_size}.")
 
 
 def _deal(logits: Tensor | None, slices: SequenceOf[PrefillSlice], first: int) -> list[Tensor | None]:
