@@ -14,7 +14,7 @@ from engine.cache.prefix import PrefixMatch, PrefixTree
 from engine.cache.spill import Spill
 from engine.cache.ssm_pool import SsmPool
 from engine.errors import BatchRefused, InvariantBroken
-from engine.model.base import ModelLifecycle, PrefixReclaim
+from engine.model.base import ModelLifecycle, ModelStreams, PrefixReclaim
 from engine.model.ssm_state import SsmState
 from engine.model.state_files import StateFiles
 from engine.sequence import Sequence
@@ -32,12 +32,13 @@ class Lifecycle(ModelLifecycle):
         kv_block_bytes: int,
         states: StateFiles,
         spill_dir: Path | None,
+        streams: ModelStreams,
         ssm: SsmPool | None = None,
         checkpoint_interval: int = 256,
     ) -> None:
         self.blocks = blocks
         self.prefix = PrefixTree(blocks, ssm)
-        self.ssm = SsmState(ssm, self.prefix, blocks.block_size, checkpoint_interval) if ssm is not None else None
+        self.ssm = SsmState(ssm, self.prefix, blocks.block_size, checkpoint_interval, streams) if ssm is not None else None
         self.builder = builder
         self.states = states
         self.spill = Spill(spill_dir, states.write, states.read) if spill_dir is not None else None

@@ -5,20 +5,27 @@ A recurrent state is advanced in place and can't be truncated; whatever a sequen
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
+import torch
+
 from engine.batch import PlanRow
 from engine.cache.prefix import PrefixMatch, PrefixTree
 from engine.cache.ssm_layout import RING_ENTRIES
 from engine.cache.ssm_pool import SsmPool
 from engine.errors import BatchRefused, InvariantBroken
-from engine.model.base import ModelSsmState
+from engine.model.base import ModelSsmState, ModelStreams
 from engine.sequence import Sequence
 
 
 class SsmState(ModelSsmState):
-    """The seed's ModelSsmState over one SsmPool. Copies run in order on a CPU and on the default stream of a GPU."""
+    """The seed's ModelSsmState over one SsmPool. The asynchronous forms run on a secondary stream; a CPU has only one, in order."""
 
-    def __init__(self, pool: SsmPool, prefix: PrefixTree, block_size: int, checkpoint_interval: int) -> None:
+    def __init__(self, pool: SsmPool, prefix: PrefixTree, block_size: int, checkpoint_interval: int, streams: ModelStreams) -> None:
         self.pool = pool
+        self.streams = streams
+        self.secondary = streams.create_stream()
         self.prefix = prefix
         self.block_size = block_size
         self.checkpoint_interval = checkpoint_interval
@@ -168,3 +175,32 @@ class SsmState(ModelSsmState):
         if not 1 <= num_accepted <= min(k, self.pool.sizes.draft_rows):
             raise InvariantBroken(f"{num_accepted} accepted rows of {k}, with {self.pool.sizes.draft_rows} draft rows.")
         self.pool.copy(self.pool.draft_slot(seq.ssm_slot, num_accepted - 1), seq.ssm_slot)
+
+    def start_checkpoint_async(self, seq: Sequence) -> None:
+        """`checkpoint_ssm_states` on the secondary stream, after what the default stream has been given so far."""
+        with self._on_secondary():
+            self.checkpoint_ssm_states(seq)
+
+    def start_rollback_and_checkpoint_async(self, seq: Sequence, num_accepted: int) -> None:
+        """Rollback, then checkpoint, on the secondary stream."""
+        with self._on_secondary():
+            self.rollback_ssm_states(seq, num_accepted)
+            self.checkpoint_ssm_states(seq)
+
+    def sync_secondary(self) -> None:
+        """Make the default stream wait for the secondary stream's work; the host doesn't block."""
+        if self.secondary is not None:
+            done = self.streams.create_event()
+            self.streams.record_event(done, self.secondary)
+            self.streams.stream_wait_event(self.streams.default_stream, done)
+
+    @contextlib.contextmanager
+    def _on_secondary(self) -> Iterator[None]:
+        if self.secondary is None:
+            yield
+            return
+        given = self.streams.create_event()
+        self.streams.record_event(given)
+        self.streams.stream_wait_event(self.secondary, given)
+        with torch.cuda.stream(self.secondary):
+            yield
