@@ -20,18 +20,18 @@ from engine.sequence import Sequence
 from engine.weights.checkpoint import open_checkpoint
 
 PROMPT = prompt_of(40)
-LONG_MISTAKE = [*PROMPT[:20], 512]
 
 
 @dataclass
 class Scene:
-    """Three sequences on six blocks of four tokens: `a` has computed 5 tokens, `b` 4 and may take one more, `c` none and may
-    take four; three blocks are free. A step takes at most 12 tokens and has 3 rows of logits."""
+    """Four sequences on six blocks of four tokens: `a` has computed 5 tokens, `b` 4 and may take one more, `c` none and may
+    take four, `d` none and may take 40; three blocks are free. A step takes at most 12 tokens and has 4 rows of logits."""
 
     model: TransformerModel
     a: Sequence
     b: Sequence
     c: Sequence
+    d: Sequence
 
     def picture(self) -> tuple[object, ...]:
         model = self.model
@@ -45,7 +45,7 @@ class Scene:
                 seq.row,
                 seq.budget_tokens,
             )
-            for seq in (self.a, self.b, self.c)
+            for seq in (self.a, self.b, self.c, self.d)
         ]
         arrays = [
             tensor.numpy().tobytes() for tensor in (model.kv_cache, model.logits.logits_buffer, model.logits.hidden_after_norm)
@@ -55,10 +55,10 @@ class Scene:
 
 @pytest.fixture
 def scene(tiny_llama: Path) -> Iterator[Scene]:
-    config = tiny_config(tiny_llama, num_kv_blocks=6, block_size=4, max_batch=3, max_batch_tokens=12)
+    config = tiny_config(tiny_llama, num_kv_blocks=6, block_size=4, max_batch=4, max_batch_tokens=12)
     device = choose_device(config)
     with open_checkpoint(tiny_llama) as checkpoint, load_model(checkpoint, config, device) as model:
-        seqs = [model.lifecycle.alloc_sequence_for(budget) for budget in (40, 5, 4)]
+        seqs = [model.lifecycle.alloc_sequence_for(budget) for budget in (40, 5, 4, 40)]
         model.forward.prefill(PROMPT[:5], seqs[0])
         model.forward.prefill(PROMPT[:4], seqs[1])
         assert model.lifecycle.num_free_blocks == 3
@@ -80,12 +80,12 @@ REFUSALS: dict[str, tuple[Callable[[Scene], object], str]] = {
         "has 13 tokens; --max-batch-tokens is 12",
     ),
     "a row base behind the arena": (
-        lambda s: s.model.forward.prefill_batch_chunk_rows([piece(PROMPT, s.a, 5, 3)], None, 3),
-        "1 rows of logits from row 3 on don't fit an arena of 3 rows",
+        lambda s: s.model.forward.prefill_batch_chunk_rows([piece(PROMPT, s.a, 5, 3)], None, 4),
+        "1 rows of logits from row 4 on don't fit an arena of 4 rows",
     ),
     "the last row over the arena": (
-        lambda s: s.model.forward.prefill_batch_chunk_rows([piece(PROMPT, s.a, 5, 3), piece(PROMPT, s.b, 4, 1)], None, 2),
-        "2 rows of logits from row 2 on",
+        lambda s: s.model.forward.prefill_batch_chunk_rows([piece(PROMPT, s.a, 5, 3), piece(PROMPT, s.b, 4, 1)], None, 3),
+        "2 rows of logits from row 3 on",
     ),
     "a row base below zero": (
         lambda s: s.model.forward.prefill_batch_chunk_rows([piece(PROMPT, s.a, 5, 3)], None, -1),
@@ -118,8 +118,8 @@ REFUSALS: dict[str, tuple[Callable[[Scene], object], str]] = {
     "a chunk beyond its prompt": (lambda s: s.model.forward.prefill_chunk(PROMPT, s.a, 5, 36, True), "5.36 isn't within the 40"),
     "a chunk beyond its budget": (lambda s: s.model.forward.prefill_chunk(PROMPT, s.c, 0, 5, True), "budget of 4 tokens"),
     "too few blocks for all together": (
-        lambda s: s.model.forward.mixed_forward([5], [s.b], PROMPT, s.a, 5, 11, True),
-        "needs 4?.? ?more KV blocks|needs . more KV blocks and 3 are free",
+        lambda s: s.model.forward.mixed_forward_batch([5], [s.b], [piece(PROMPT, s.a, 5, 8), piece(PROMPT, s.c, 0, 3)]),
+        "needs 4 more KV blocks and 3 are free; raise --num-kv-blocks",
     ),
     "a plan of a sequence's missing tokens": (
         lambda s: s.model.forward.run(StepPlan((PlanRow(s.a, 1, 1),))),
@@ -129,8 +129,8 @@ REFUSALS: dict[str, tuple[Callable[[Scene], object], str]] = {
         lambda s: s.model.forward.run(StepPlan((PlanRow(s.a, 0, 1),))),
         "asks for 0 rows",
     ),
-    "a prompt for which the blocks don't suffice, in chunks": (
-        lambda s: s.model.forward.prefill_twophase(PROMPT[:17], s.c, 4),
+    "a prompt the blocks don't suffice for, in chunks": (
+        lambda s: s.model.forward.prefill_twophase(PROMPT[:17], s.d, 4),
         "needs 5 more KV blocks and 3 are free",
     ),
     "a prompt over its budget, in chunks": (
@@ -186,7 +186,7 @@ def test_a_sequence_with_ids_of_its_own_is_not_appended_to(scene: Scene) -> None
 
 def test_sequences_run_out_where_the_rows_do(scene: Scene) -> None:
     before = scene.picture()
-    with pytest.raises(BatchRefused, match=r"all 3 sequence rows are taken; .*--max-batch"):
+    with pytest.raises(BatchRefused, match=r"all 4 sequence rows are taken; .*--max-batch"):
         scene.model.lifecycle.alloc_sequence()
     assert scene.picture() == before
     scene.model.lifecycle.free_sequence(scene.b)
@@ -208,6 +208,6 @@ def test_an_error_in_an_admitted_batch_is_raised_and_not_tried_again(scene: Scen
     assert len(calls) == 1
     assert (scene.a.num_computed_tokens, scene.b.num_computed_tokens) == (5, 4), "tokens count as computed that aren't"
     monkeypatch.undo()
-    for seq in (scene.a, scene.b, scene.c):
+    for seq in (scene.a, scene.b, scene.c, scene.d):
         scene.model.lifecycle.free_sequence(seq)
     assert scene.model.lifecycle.num_free_blocks == 6
