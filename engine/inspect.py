@@ -13,7 +13,7 @@ from engine.config import EngineConfig
 from engine.errors import MemoryPlanError
 
 if TYPE_CHECKING:
-    from engine.families import ModelConfig
+    from engine.families.config import LayerConfig, ModelConfig
     from engine.memory_plan import MemoryPlan
 
 UNUSED = "unused"
@@ -79,7 +79,7 @@ def inspect_model(path: Path, config: EngineConfig) -> Inspection:
     with open_checkpoint(path) as checkpoint:
         family, model = identify(checkpoint)
         specs = match_tensors(family, model, checkpoint)
-        kind_of = {spec.source: spec.kind for spec in specs}
+        kind_of = {part.source: spec.kind for spec in specs for part in spec.parts}
         infos = list(checkpoint.tensors.values())
         needed = [info for info in infos if info.name in kind_of]
         return Inspection(
@@ -126,8 +126,13 @@ def _plan(model: ModelConfig, weights_elements: int, config: EngineConfig) -> In
 
 
 def _layers(model: ModelConfig) -> dict[str, int]:
-    counts = Counter(layer.kind if layer.window is None else f"{layer.kind}, window {layer.window}" for layer in model.layers)
-    return dict(counts)
+    return dict(Counter(_described(layer, model) for layer in model.layers))
+
+
+def _described(layer: LayerConfig, model: ModelConfig) -> str:
+    window = "" if layer.window is None else f", window {layer.window}"
+    experts = f" with {model.moe.top_k} of {model.moe.num_experts} experts" if layer.mlp == "moe" and model.moe else ""
+    return layer.kind + window + experts
 
 
 def _parts(rows: Iterable[tuple[str, int, int]]) -> tuple[Part, ...]:

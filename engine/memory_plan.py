@@ -97,7 +97,13 @@ def _workspace_bytes(model: ModelConfig, config: EngineConfig, max_seq_len: int,
     """An upper estimate of a step's temporaries: activations, gathered pages of one layer, masks, and the logits arena."""
     rows = config.max_batch_tokens
     heads = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
-    activations = rows * itemsize * (6 * model.hidden_size + 3 * model.intermediate_size + 3 * heads)
+    moe, inter = model.moe, model.intermediate_size
+    experts = 0
+    if moe is not None:
+        # All rows may choose one expert; their sums are fp32. Routing takes ten numbers of 8 bytes for each expert used.
+        inter = max(inter, moe.intermediate_size + moe.shared_intermediate_size)
+        experts = rows * (8 * model.hidden_size + 8 * moe.num_experts + 80 * moe.top_k)
+    activations = rows * itemsize * (6 * model.hidden_size + 3 * inter + 3 * heads) + experts
     pages = layer_token_bytes * max_seq_len * 2
     masks = rows * max_seq_len * (1 + itemsize)
     arena = config.max_batch * (model.vocab_size * (itemsize + 8) + model.hidden_size * itemsize)

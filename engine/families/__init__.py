@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,12 +16,13 @@ from engine.families.llama import FAMILY as LLAMA
 from engine.families.qwen2 import FAMILY as QWEN2
 from engine.families.qwen3 import FAMILY as QWEN3
 from engine.families.qwen3_5 import FAMILY as QWEN3_5
+from engine.families.qwen3_moe import FAMILY as QWEN3_MOE
 from engine.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from engine.weights.checkpoint import Checkpoint
 
-FAMILIES: tuple[Family, ...] = (LLAMA, QWEN2, QWEN3, GEMMA3, QWEN3_5)
+FAMILIES: tuple[Family, ...] = (LLAMA, QWEN2, QWEN3, QWEN3_MOE, GEMMA3, QWEN3_5)
 CHAT_MAX_TOKENS = 2048
 __all__ = ["FAMILIES", "Family", "ModelConfig", "TensorSpec", "chat_defaults", "family_named", "identify", "match_tensors"]
 
@@ -56,19 +58,20 @@ def identify(checkpoint: Checkpoint) -> tuple[Family, ModelConfig]:
 
 
 def match_tensors(family: Family, config: ModelConfig, checkpoint: Checkpoint) -> list[TensorSpec]:
-    """The tensors to load, each checked to be there in the right shape; nothing is read. Raises `CheckpointError`
-    naming the first that is missing, misshapen, or not understood."""
+    """The tensors to load, their `parts` being what to read of this checkpoint, each checked to be there in the right shape;
+    nothing is read. Raises `CheckpointError` naming the first that is missing, misshapen, or not understood."""
     where = checkpoint.path.name
-    specs = family.tensors(config, checkpoint.kind == "gguf")
-    for spec in specs:
-        info = checkpoint.tensors.get(spec.source)
+    specs = [replace(spec, parts=spec.parts_in(checkpoint.tensors)) for spec in family.tensors(config, checkpoint.kind == "gguf")]
+    parts = [part for spec in specs for part in spec.parts]
+    for part in parts:
+        info = checkpoint.tensors.get(part.source)
         if info is None:
-            raise CheckpointError(f"{where}: tensor {spec.source} is missing; the checkpoint is incomplete.")
-        if info.shape != spec.stored_shape:
+            raise CheckpointError(f"{where}: tensor {part.source} is missing; the checkpoint is incomplete.")
+        if info.shape != part.shape:
             raise CheckpointError(
-                f"{where}: tensor {spec.source} has shape {list(info.shape)}; the config asks for {list(spec.stored_shape)}."
+                f"{where}: tensor {part.source} has shape {list(info.shape)}; the config asks for {list(part.shape)}."
             )
-    needed = {spec.source for spec in specs}
+    needed = {part.source for part in parts}
     for name in checkpoint.tensors:
         tied = name == "lm_head.weight" and config.tied_head
         if name not in needed and not tied and not family.ignored(name):

@@ -49,11 +49,12 @@ class RopeConfig:
 @dataclass(frozen=True, slots=True)
 class LayerConfig:
     """What distinguishes one layer: `kind` of its token mixer ("attention" or "gated_delta"); `window` in tokens (a query sees
-    keys in (p − window, p]), None for full attention; which rope it uses."""
+    keys in (p − window, p]), None for full attention; which rope it uses; its `mlp`, "dense" or "moe"."""
 
     kind: str = "attention"
     window: int | None = None
     rope: RopeConfig = field(default_factory=RopeConfig)
+    mlp: str = "dense"
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,13 +74,25 @@ class GatedDeltaConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class MoeConfig:
+    """A mixture of experts: how many, how many of them a token uses, and each one's width. norm_topk: whether the weights of those
+    used are divided by their sum. shared_intermediate_size: the width of an expert that every token uses too; 0: there is none."""
+
+    num_experts: int
+    top_k: int
+    intermediate_size: int
+    norm_topk: bool
+    shared_intermediate_size: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class ModelConfig:
     """The architecture of a decoder. Sizes count elements; `max_position` is the context it was made for, in tokens.
 
     source_prefix: what the file's tensor names begin with instead of "model.". norm_offset: added to every norm weight (Gemma
     stores w − 1). sandwich_norms: norms after attention and MLP too. output_gate: q_proj makes a sigmoid gate for attention's
-    output too. gated_delta: sizes of the recurrent layers, None without any. attention_scale: multiplies q·k.
-    embedding_scale: multiplies the embedded rows.
+    output too. gated_delta: sizes of the recurrent layers, None without any. moe: the layers' mixtures of experts, None without
+    any. attention_scale: multiplies q·k. embedding_scale: multiplies the embedded rows.
     """
 
     family: str
@@ -106,6 +119,7 @@ class ModelConfig:
     source_prefix: str = "model."
     output_gate: bool = False
     gated_delta: GatedDeltaConfig | None = None
+    moe: MoeConfig | None = None
 
     @property
     def num_attention_layers(self) -> int:
@@ -131,6 +145,11 @@ class ModelConfig:
             sizes = (delta.num_k_heads, delta.num_v_heads, delta.key_dim, delta.value_dim, delta.conv_kernel - 1)
             if not all(1 <= size <= 2**16 for size in sizes) or delta.num_v_heads % delta.num_k_heads:
                 raise CheckpointError(f"{where}: its Gated DeltaNet sizes ({delta}) can't be those of a model.")
+        moe = self.moe
+        if moe is not None:
+            widths = (moe.num_experts, moe.intermediate_size, moe.shared_intermediate_size + 1)
+            if not all(1 <= width <= 2**16 for width in widths) or not 1 <= moe.top_k <= moe.num_experts:
+                raise CheckpointError(f"{where}: its mixture of experts ({moe}) can't be that of a model.")
         for layer in self.layers:
             if layer.kind != "attention":
                 continue

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from engine.errors import CheckpointError
-from engine.families.base import TensorSpec
+from engine.families.base import TensorPart, TensorSpec
 from engine.families.config import HARMLESS_KEYS, LayerConfig, ModelConfig, Reader, RopeConfig, read_rope
 
 if TYPE_CHECKING:
@@ -174,7 +174,10 @@ def decoder_tensors(
             specs.norm(to + "post_feedforward_layernorm", blk + "post_ffw_norm", config.hidden_size)
         else:
             specs.norm(to + "post_attention_layernorm", blk + "ffn_norm", config.hidden_size)
-        specs.mlp(to, blk)
+        if config.layers[i].mlp == "moe":
+            specs.moe(to, blk)
+        else:
+            specs.mlp(to, blk)
     specs.end()
     return specs.specs
 
@@ -190,12 +193,15 @@ class SpecList:
 
     def add(self, name: str, gguf_name: str, shape: tuple[int, ...], kind: str, **more: Any) -> None:
         """Add one tensor under its name here and in GGUF files; `more` are TensorSpec's other fields."""
-        ours = self.prefix + name.removeprefix("model.") if name.startswith("model.") else name
-        self.specs.append(TensorSpec(name, shape, kind, gguf_name if self.gguf else ours, **more))
+        self.specs.append(TensorSpec(name, shape, kind, gguf_name if self.gguf else self.own(name), **more))
+
+    def own(self, name: str) -> str:
+        """The file's own name of a tensor, files of our names being meant."""
+        return self.prefix + name.removeprefix("model.") if name.startswith("model.") else name
 
     def add_from(self, name: str, source: str, shape: tuple[int, ...], kind: str, **more: Any) -> None:
         """Add one tensor that the file has under another of our names; such files are never GGUF."""
-        self.specs.append(TensorSpec(name, shape, kind, self.prefix + source.removeprefix("model."), **more))
+        self.specs.append(TensorSpec(name, shape, kind, self.own(source), **more))
 
     def norm(self, name: str, gguf_name: str, size: int) -> None:
         """Add a norm's weight, with the family's offset."""
@@ -222,17 +228,40 @@ class SpecList:
             self.norm(to + "self_attn.q_norm", blk + "attn_q_norm", dim)
             self.norm(to + "self_attn.k_norm", blk + "attn_k_norm", dim)
 
+    def moe(self, to: str, blk: str) -> None:
+        """Add one layer's mixture of experts. Files hold the experts in one tensor, or gates and ups apart (GGUF), or each expert
+        apart (Hugging Face, where `save_pretrained` of a fused model writes them so, too)."""
+        moe, hidden = self.config.moe, self.config.hidden_size
+        assert moe is not None
+        count, inter = moe.num_experts, moe.intermediate_size
+        experts = f"{to}mlp.experts."
+        halves = (("gate", slice(0, inter)), ("up", slice(inter, 2 * inter)))
+        downs: tuple[TensorPart, ...] = ()
+        if self.gguf:
+            ups = tuple(TensorPart(f"{blk}ffn_{n}_exps.weight", (count, inter, hidden), (slice(None), at)) for n, at in halves)
+        else:
+            each = [(e, self.own(f"{experts}{e}.")) for e in range(count)]
+            ups = tuple(TensorPart(f"{own}{n}_proj.weight", (inter, hidden), (e, at)) for e, own in each for n, at in halves)
+            downs = tuple(TensorPart(f"{own}down_proj.weight", (hidden, inter), (e,)) for e, own in each)
+        self.add(f"{to}mlp.gate.weight", f"{blk}ffn_gate_inp.weight", (count, hidden), "moe")
+        self.add(f"{experts}gate_up_proj", f"{blk}ffn_gate_up_exps.weight", (count, 2 * inter, hidden), "moe", parts=ups)
+        self.add(f"{experts}down_proj", f"{blk}ffn_down_exps.weight", (count, hidden, inter), "moe", parts=downs)
+        if moe.shared_intermediate_size:
+            self.gated_mlp(f"{to}mlp.shared_expert.", f"{blk}ffn_{{}}_shexp", moe.shared_intermediate_size)
+            self.add(f"{to}mlp.shared_expert_gate.weight", f"{blk}ffn_gate_inp_shexp.weight", (1, hidden), "mlp")
+
     def mlp(self, to: str, blk: str) -> None:
         """Add one layer's dense MLP."""
-        hidden, inter = self.config.hidden_size, self.config.intermediate_size
-        for ours, theirs, rows, columns in (
-            ("gate_proj", "ffn_gate", inter, hidden),
-            ("up_proj", "ffn_up", inter, hidden),
-            ("down_proj", "ffn_down", hidden, inter),
-        ):
-            self.add(f"{to}mlp.{ours}.weight", f"{blk}{theirs}.weight", (rows, columns), "mlp")
+        self.gated_mlp(f"{to}mlp.", f"{blk}ffn_{{}}", self.config.intermediate_size)
+
+    def gated_mlp(self, to: str, gguf_name: str, inter: int) -> None:
+        """Add the three projections of a gated MLP of width `inter`; gguf_name: with {} for gate, up and down."""
+        hidden = self.config.hidden_size
+        for name, rows, columns in (("gate", inter, hidden), ("up", inter, hidden), ("down", hidden, inter)):
+            theirs = gguf_name.format(name)
+            self.add(f"{to}{name}_proj.weight", f"{theirs}.weight", (rows, columns), "mlp")
             if self.config.mlp_bias:
-                self.add(f"{to}mlp.{ours}.bias", f"{blk}{theirs}.bias", (rows,), "mlp")
+                self.add(f"{to}{name}_proj.bias", f"{theirs}.bias", (rows,), "mlp")
 
     def end(self) -> None:
         """Add the final norm and the head."""

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from engine.batch import Batch
 from engine.layers.mlp import GatedMlp
+from engine.layers.moe import SparseMoe
 from engine.layers.norm import RmsNorm
 
 
@@ -26,7 +27,7 @@ class DecoderLayer:
         input_norm: RmsNorm,
         mixer: Mixer,
         mlp_norm: RmsNorm,
-        mlp: GatedMlp,
+        mlp: GatedMlp | SparseMoe,
         mixer_post_norm: RmsNorm | None = None,
         mlp_post_norm: RmsNorm | None = None,
     ) -> None:

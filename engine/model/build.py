@@ -11,6 +11,7 @@ from engine.layers.decoder import DecoderLayer, Mixer
 from engine.layers.gated_delta import GatedDeltaNet
 from engine.layers.linear import Linear
 from engine.layers.mlp import GatedMlp
+from engine.layers.moe import SharedExpert, SparseMoe
 from engine.layers.norm import RmsNorm
 from engine.weights.store import WeightStore
 from kernels.causal_conv.eager import tap_major
@@ -31,7 +32,7 @@ def build_layers(config: ModelConfig, store: WeightStore, kv_cache: Tensor, ssm:
             assert ssm is not None
             mixer = weights.gated_delta(ssm.h[num_recurrent], ssm.conv[num_recurrent])
             num_recurrent += 1
-        layers.append(weights.decoder(mixer))
+        layers.append(weights.decoder(mixer, layer.mlp))
     return layers
 
 
@@ -78,13 +79,23 @@ class _LayerWeights:
             conv,
         )
 
-    def mlp(self) -> GatedMlp:
-        gate, up, down = (self.linear(f"mlp.{name}_proj", self.config.mlp_bias) for name in ("gate", "up", "down"))
+    def gated_mlp(self, to: str) -> GatedMlp:
+        gate, up, down = (self.linear(f"{to}{name}_proj", self.config.mlp_bias) for name in ("gate", "up", "down"))
         return GatedMlp(gate, up, down, self.config.activation)
 
-    def decoder(self, mixer: Mixer) -> DecoderLayer:
+    def moe(self) -> SparseMoe:
+        moe = self.config.moe
+        assert moe is not None
+        shared = None
+        if moe.shared_intermediate_size:
+            shared = SharedExpert(self.gated_mlp("mlp.shared_expert."), self.linear("mlp.shared_expert_gate"))
+        experts = (self.get("mlp.experts.gate_up_proj"), self.get("mlp.experts.down_proj"))
+        return SparseMoe(self.get("mlp.gate.weight"), *experts, moe.top_k, moe.norm_topk, self.config.activation, shared)
+
+    def decoder(self, mixer: Mixer, mlp: str) -> DecoderLayer:
+        feed = self.moe() if mlp == "moe" else self.gated_mlp("mlp.")
         first, second = self.norm("input_layernorm"), self.norm("post_attention_layernorm")
         if not self.config.sandwich_norms:
-            return DecoderLayer(first, mixer, second, self.mlp())
+            return DecoderLayer(first, mixer, second, feed)
         before, after = self.norm("pre_feedforward_layernorm"), self.norm("post_feedforward_layernorm")
-        return DecoderLayer(first, mixer, before, self.mlp(), second, after)
+        return DecoderLayer(first, mixer, before, feed, second, after)

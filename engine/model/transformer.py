@@ -168,14 +168,21 @@ def load_model(
     family, config = identify(checkpoint)
     specs = match_tensors(family, config, checkpoint)
     plan = _plan(config, engine_config, specs, device)
-    total = sum(checkpoint.tensors[spec.source].nbytes for spec in specs)
+    total = sum(checkpoint.tensors[part.source].nbytes for spec in specs for part in spec.parts)
     done = 0
 
     def read(spec: TensorSpec) -> Tensor:
         nonlocal done
-        tensor = checkpoint.read(spec.source, torch.float32 if spec.exact else device.dtype)
-        done += checkpoint.tensors[spec.source].nbytes
-        progress(f"reading {spec.kind} weights", done, total)
+        dtype = torch.float32 if spec.exact else device.dtype
+        tensor = torch.empty(spec.stored_shape if len(spec.parts) > 1 else 0, dtype=dtype)
+        for part in spec.parts:
+            piece = checkpoint.read(part.source, dtype)
+            if part.into:
+                tensor[part.into] = piece
+            else:
+                tensor = piece
+            done += checkpoint.tensors[part.source].nbytes
+            progress(f"reading {spec.kind} weights", done, total)
         return tensor
 
     return _assemble(config, engine_config, plan, specs, device, read)
