@@ -15,10 +15,11 @@ from engine.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from engine.engine import Engine
-    from engine.request import RequestHandle
+    from engine.request import RequestHandle, Stats
 
 POLL_S = 0.005
 WARM_UP_TOKENS = 8
+SECOND_TURN_TOKENS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +48,9 @@ class Workload:
 @dataclass(frozen=True, slots=True)
 class Figures:
     """One run, or the medians of several. `decode_tokens_per_s` is one request's (their median);
-    `decode_tokens_per_s_total` all requests' together while all of them decode. None: not measured."""
+    `decode_tokens_per_s_total` all requests' together while all of them decode. `second_turn_ttft_ms`: of a request that goes on
+    from the first one's prompt and answer with SECOND_TURN_TOKENS new ids, `second_turn_cached_tokens` of which were cached.
+    None: not measured."""
 
     ttft_ms: float | None
     prefill_tokens_per_s: float | None
@@ -55,6 +58,8 @@ class Figures:
     decode_tokens_per_s_total: float | None
     step_ms: float | None
     host_ms: float | None
+    second_turn_ttft_ms: float | None = None
+    second_turn_cached_tokens: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +129,10 @@ def _run_once(engine: Engine, workload: Workload, new_tokens: int, *, seed: int,
         for handle in handles:
             handle.cancel()
         raise
-    stats = [handle.result().stats for handle in handles]
+    first_turns = [handle.result() for handle in handles]
+    stats = [each.stats for each in first_turns]
+    turn = [*prompts[0], *first_turns[0].token_ids, *(ids.randrange(vocab_size) for _ in range(SECOND_TURN_TOKENS))]
+    second = _second_turn(engine, turn)
     first_tokens_s = [each.ttft_ms / 1000 for each in stats if each.ttft_ms is not None]
     alone = workload.batch == 1
     # Several prompts share steps with each other's decode, so their prefill is timed as a whole: all prompt tokens
@@ -141,7 +149,17 @@ def _run_once(engine: Engine, workload: Workload, new_tokens: int, *, seed: int,
         decode_tokens_per_s_total=total,
         step_ms=None if total is None else workload.batch * 1000 / total,
         host_ms=_median(samples.host_ms),
+        second_turn_ttft_ms=second.ttft_ms if second is not None else None,
+        second_turn_cached_tokens=second.cached_tokens if second is not None else None,
     )
+
+
+def _second_turn(engine: Engine, turn: list[int]) -> Stats | None:
+    """The figures of a turn's first token; None when the context can't hold the turn."""
+    try:
+        return engine.generate(turn, params=SamplingParams(max_tokens=1, ignore_eos=True)).stats
+    except RequestError:
+        return None
 
 
 class _Samples:
@@ -206,6 +224,11 @@ def as_lines(report: Report) -> list[str]:
         ("decode, all", median.decode_tokens_per_s_total, "tok/s"),
         ("step", median.step_ms, "ms"),
         ("host part", median.host_ms, "ms"),
+        (
+            "second turn",
+            median.second_turn_ttft_ms,
+            f"ms to first token, {median.second_turn_cached_tokens or 0:,.0f} cached",
+        ),
     ]
     return [
         f"{report.model}  {report.family}, {report.num_parameters:,} parameters, {report.weight_format}",
