@@ -16,13 +16,15 @@ from engine.families.llama import FAMILY as LLAMA
 from engine.families.qwen2 import FAMILY as QWEN2
 from engine.families.qwen3 import FAMILY as QWEN3
 from engine.families.qwen3_5 import FAMILY as QWEN3_5
+from engine.families.qwen3_5_moe import FAMILY as QWEN3_5_MOE
 from engine.families.qwen3_moe import FAMILY as QWEN3_MOE
+from engine.families.qwen3_next import FAMILY as QWEN3_NEXT
 from engine.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from engine.weights.checkpoint import Checkpoint
 
-FAMILIES: tuple[Family, ...] = (LLAMA, QWEN2, QWEN3, QWEN3_MOE, GEMMA3, QWEN3_5)
+FAMILIES: tuple[Family, ...] = (LLAMA, QWEN2, QWEN3, QWEN3_MOE, GEMMA3, QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE)
 CHAT_MAX_TOKENS = 2048
 __all__ = ["FAMILIES", "Family", "ModelConfig", "TensorSpec", "chat_defaults", "family_named", "identify", "match_tensors"]
 

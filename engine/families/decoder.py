@@ -98,6 +98,17 @@ def read_windows(reader: Reader) -> list[int | None]:
     return [window if kind == "sliding_attention" else None for kind in types]
 
 
+def sparse_layers(reader: Reader, layers: int) -> list[bool]:
+    """Which layers' MLPs are mixtures of experts: every `decoder_sparse_step`-th but those in `mlp_only_layers`."""
+    dense = reader.get("mlp_only_layers") or []
+    if not isinstance(dense, list) or not all(isinstance(index, int) for index in dense):
+        raise CheckpointError(f"{reader.where}: mlp_only_layers must list layer numbers, not {str(dense)[:60]!r}.")
+    step = reader.whole("decoder_sparse_step", 1)
+    if step < 1:
+        raise CheckpointError(f"{reader.where}: decoder_sparse_step is {step}; it must be at least 1.")
+    return [i not in dense and (i + 1) % step == 0 for i in range(layers)]
+
+
 def _half_split(heads: int, head_dim: int) -> Callable[[Tensor], Tensor]:
     """llama.cpp stores llama's q and k with the two channels of a rotated pair side by side; this puts the halves apart
     again, as Hugging Face has them (the inverse of its converter's permutation). Rows move whole: raw blocks may be moved too."""

@@ -2,18 +2,99 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from engine.errors import CheckpointError
-from engine.families.config import HARMLESS_KEYS, GatedDeltaConfig, LayerConfig, ModelConfig, Reader, read_rope
-from engine.families.decoder import SpecList
+from engine.families.base import TensorSpec
+from engine.families.config import HARMLESS_KEYS, GatedDeltaConfig, LayerConfig, ModelConfig, MoeConfig, Reader, read_rope
+from engine.families.decoder import SpecList, sparse_layers
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from engine.weights.checkpoint import Checkpoint
+
+
+@dataclass(frozen=True, slots=True)
+class Hybrid:
+    """A family of this line.
+
+    fused: the file holds a Gated DeltaNet layer's projections in two matrices, grouped by key head. experts: MLPs are mixtures of
+    experts with a shared one; norm_topk: what the config means where it doesn't say whether expert weights are divided by
+    their sum (None: they always are).
+    """
+
+    name: str
+    architectures: tuple[str, ...]
+    fused: bool = False
+    experts: bool = False
+    norm_topk: bool | None = None
+    gguf_architectures: tuple[str, ...] = ()
+
+    def config_from_hf(self, reader: Reader, name: str) -> ModelConfig:
+        text = reader.get("text_config")
+        if not isinstance(text, dict):
+            return self._text_config(reader, name, "model.")
+        # A checkpoint with vision keeps its text model one level down.
+        inner = Reader(text, f"{reader.where} (text_config)")
+        tied = reader.flag("tie_word_embeddings", bool(text.get("tie_word_embeddings", False)))
+        return self._text_config(inner.with_values(tie_word_embeddings=tied), name, "model.language_model.")
+
+    def _text_config(self, reader: Reader, name: str, source_prefix: str) -> ModelConfig:
+        if not self.experts:
+            return hybrid_config(reader, self.name, name, source_prefix=source_prefix)
+        layers = reader.layer_count("num_hidden_layers")
+        sparse = sparse_layers(reader, layers) if self.norm_topk is not None else [True] * layers
+        moe = MoeConfig(
+            num_experts=reader.whole("num_experts"),
+            top_k=reader.whole("num_experts_per_tok"),
+            intermediate_size=reader.whole("moe_intermediate_size"),
+            norm_topk=True if self.norm_topk is None else reader.flag("norm_topk_prob", self.norm_topk),
+            shared_intermediate_size=reader.whole("shared_expert_intermediate_size"),
+        )
+        # Training's own: a loss that spreads tokens over experts.
+        reader.ignore("output_router_logits", "router_aux_loss_coef")
+        # A family without dense layers has no width for them.
+        width = reader.whole("intermediate_size", moe.intermediate_size)
+        config = hybrid_config(
+            reader.with_values(intermediate_size=width),
+            self.name,
+            name,
+            source_prefix=source_prefix,
+            moe=moe if any(sparse) else None,
+        )
+        kinds = zip(config.layers, sparse, strict=True)
+        return replace(config, layers=tuple(replace(layer, mlp="moe" if here else "dense") for layer, here in kinds))
+
+    def config_from_gguf(self, reader: Reader, name: str, checkpoint: Checkpoint) -> ModelConfig:
+        raise CheckpointError(f"{reader.where}: GGUF files of this family aren't supported; use its safetensors.")
+
+    def tensors(self, config: ModelConfig, gguf: bool) -> list[TensorSpec]:
+        specs = SpecList(config, gguf, config.source_prefix)
+        specs.add("model.embed_tokens.weight", "", (config.vocab_size, config.hidden_size), "embedding")
+        for i, layer in enumerate(config.layers):
+            to = f"model.layers.{i}."
+            specs.norm(to + "input_layernorm", "", config.hidden_size)
+            if layer.kind == "attention":
+                specs.attention(to, "")
+            else:
+                gated_delta_tensors(specs, to, fused=self.fused)
+            specs.norm(to + "post_attention_layernorm", "", config.hidden_size)
+            if layer.mlp == "moe":
+                specs.moe(to, "")
+            else:
+                specs.mlp(to, "")
+        specs.end()
+        return specs.specs
+
+    def ignored(self, source: str) -> bool:
+        """Layers that draft tokens and the vision tower are no part of the text model's own forward."""
+        return source.startswith(("mtp.", "model.visual.")) or source.endswith("rotary_emb.inv_freq")
+
 
 def hybrid_config(reader: Reader, family: str, name: str, **more: Any) -> ModelConfig:
-    """The ModelConfig of a text config of this line; `more` are what the family adds (its MLPs). Refuses the rest by name."""
+    """The ModelConfig of a text config of this line; `more` are fields the family adds. Refuses the rest by name."""
     heads = reader.whole("num_attention_heads")
     head_dim = reader.whole("head_dim", 256)
     reader = reader.with_values(**{key: _without_mrope(reader.get(key)) for key in ("rope_parameters", "rope_scaling")})
@@ -30,7 +111,7 @@ def hybrid_config(reader: Reader, family: str, name: str, **more: Any) -> ModelC
         family=family,
         name=name,
         hidden_size=reader.whole("hidden_size"),
-        intermediate_size=reader.whole("intermediate_size", more.pop("intermediate_size", None)),
+        intermediate_size=reader.whole("intermediate_size"),
         num_heads=heads,
         num_kv_heads=reader.whole("num_key_value_heads"),
         head_dim=head_dim,

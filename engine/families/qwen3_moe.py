@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from engine.errors import CheckpointError
 from engine.families.base import TensorSpec
 from engine.families.config import ModelConfig, MoeConfig, Reader
-from engine.families.decoder import PlainDecoder
+from engine.families.decoder import PlainDecoder, sparse_layers
 
 if TYPE_CHECKING:
     from engine.weights.checkpoint import Checkpoint
@@ -33,13 +32,7 @@ class Qwen3Moe:
             intermediate_size=reader.whole("moe_intermediate_size", 768),
             norm_topk=reader.flag("norm_topk_prob", False),
         )
-        dense = reader.get("mlp_only_layers") or []
-        if not isinstance(dense, list) or not all(isinstance(index, int) for index in dense):
-            raise CheckpointError(f"{reader.where}: mlp_only_layers must list layer numbers, not {str(dense)[:60]!r}.")
-        step = reader.whole("decoder_sparse_step", 1)
-        if step < 1:
-            raise CheckpointError(f"{reader.where}: decoder_sparse_step is {step}; it must be at least 1.")
-        sparse = [count > 0 and i not in dense and (i + 1) % step == 0 for i in range(layers)]
+        sparse = [count > 0 and here for here in sparse_layers(reader, layers)]
         # Training's own: a loss that spreads tokens over experts.
         reader.ignore("output_router_logits", "router_aux_loss_coef")
         shared: dict[str, object] = {}
@@ -59,8 +52,7 @@ class Qwen3Moe:
         reader.expect("qwen3moe.expert_weights_scale", 0.0, 1.0)
         reader.expect("qwen3moe.expert_gating_func", 1)  # softmax
         config = self.plain.config_from_gguf(reader, name, checkpoint)
-        sparse = [f"blk.{i}.ffn_gate_inp.weight" in checkpoint.tensors for i in range(config.num_layers)]
-        return self._with_experts(config, moe, sparse)
+        return self._with_experts(config, moe, [True] * config.num_layers)  # the format knows no dense layers
 
     def _with_experts(self, config: ModelConfig, moe: MoeConfig, sparse: list[bool]) -> ModelConfig:
         layers = tuple(replace(layer, mlp="moe" if here else "dense") for layer, here in zip(config.layers, sparse, strict=True))
