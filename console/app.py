@@ -122,6 +122,10 @@ class ConsoleApp(App[int]):
         """Show a note; its text is never markup, whoever wrote it."""
         super().notify(sanitise(message), title=sanitise(title), severity=severity, timeout=timeout, markup=False)
 
+    async def action_quit(self) -> None:
+        """Leave, in order."""
+        self.exit(0)
+
     def action_help_quit(self) -> None:
         """Someone pressed ^c to leave."""
         self.notify("^q quits; esc stops an answer.")
@@ -151,13 +155,17 @@ def run_console(config: EngineConfig) -> int:
     128 + n ended by signal n. Raises `FootplateError` where there is no terminal."""
     from engine.engine import Engine
 
-    engine = Engine(config)
+    return run_on(Engine(config))
+
+
+def run_on(engine: EngineLike) -> int:
+    """Run the console on an engine that hasn't been started; the exit code, as of `run_console`."""
     with Terminal() as terminal:
         _send_log_to(sys.stderr)
         app = ConsoleApp(engine, terminal=terminal)
         with _Signals(app, terminal):
             result = app.run()
-        crashed = app.return_code not in (0, None) and result is None
+        crashed = result is None  # whoever leaves in order leaves with a code
         closed = _close_in_time(app.bridge, CLOSE_WITHIN_S)
     view = engine.view
     code = result if result is not None else int(crashed or view.state == "failed")

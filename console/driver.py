@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import codecs
 import os
+import re
 import selectors
 import signal
 import time
@@ -27,56 +28,76 @@ BURST_CHARS = 32
 """So many characters without an escape in one read were not typed."""
 BURST_GAP_S = 0.05
 """How soon after a burst the next read still belongs to it."""
+MARKER_GAP_S = 0.01
+"""How long a lone escape is held back in case the rest of a paste's marker follows."""
 READ_BYTES = 64 * 1024
+
+_OTHER_KEYS_ENTER = re.compile(r"\x1b\[27;(\d+);13~")
+"""xterm's modifyOtherKeys."""
 
 Piece = tuple[Literal["keys", "paste"], str]
 
 
 class InputSplitter:
-    """Splits what the terminal sends into keys and pastes, both bracketed and not."""
+    """Splits what the terminal sends into keys and pastes, both bracketed and not, wherever the reads are cut."""
 
     def __init__(self) -> None:
         self._pasted: list[str] | None = None
         self._carry = ""
         self._burst_until = 0.0
+        self._burst_has_lines = False
 
     def feed(self, text: str, now: float) -> list[Piece]:
         """The pieces that `text`, read at `now`, completes. A bracketed paste comes out once its end was read."""
         text, self._carry = self._carry + text, ""
         pieces: list[Piece] = []
         while text:
+            marker = PASTE_START if self._pasted is None else PASTE_END
+            before, found, text = text.partition(marker)
+            if not found:
+                held = _held_back(before, marker)
+                before, self._carry = before[: len(before) - held], before[len(before) - held :]
             if self._pasted is None:
-                keys, start, text = text.partition(PASTE_START)
-                if not start:
-                    held = _held_back(keys, PASTE_START) if len(keys) > BURST_CHARS else 0
-                    keys, self._carry = keys[: len(keys) - held], keys[len(keys) - held :]
-                if keys:
-                    pieces.append((self._kind(keys, now), keys))
-                if start:
+                if before:
+                    pieces += self._unbracketed(before, now)
+                if found:
                     self._pasted = []
             else:
-                body, end, text = text.partition(PASTE_END)
-                if not end:
-                    held = _held_back(body, PASTE_END)
-                    body, self._carry = body[: len(body) - held], body[len(body) - held :]
-                self._pasted.append(body)
-                if end:
+                self._pasted.append(before)
+                if found:
                     pieces.append(("paste", "".join(self._pasted)))
                     self._pasted = None
         return pieces
 
+    @property
+    def holds_back(self) -> bool:
+        """Whether something was held back that may be a key: a lone escape, which may also begin a paste."""
+        return bool(self._carry) and self._pasted is None
+
     def idle(self) -> list[Piece]:
-        """What was held back in case more of a marker followed, once nothing did."""
-        if self._pasted is not None or not self._carry:
+        """What was held back, once nothing followed for `MARKER_GAP_S`: it was a key."""
+        if not self.holds_back:
             return []
         keys, self._carry = self._carry, ""
         return [("keys", keys)]
 
-    def _kind(self, keys: str, now: float) -> Literal["keys", "paste"]:
-        burst = "\x1b" not in keys and (len(keys) >= BURST_CHARS or now < self._burst_until)
-        if burst:
-            self._burst_until = now + BURST_GAP_S
-        return "paste" if burst else "keys"
+    def _unbracketed(self, keys: str, now: float) -> list[Piece]:
+        continued = now < self._burst_until
+        if "\x1b" in keys or not (len(keys) >= BURST_CHARS or continued):
+            return [("keys", keys)]
+        self._burst_until = now + BURST_GAP_S
+        text = keys.rstrip("\r")
+        self._burst_has_lines = (continued and self._burst_has_lines) or "\r" in text or "\n" in text
+        if self._burst_has_lines or text == keys:
+            return [("paste", keys)]
+        # One line and then enter: a script, or a slow line, that typed a prompt to be sent.
+        enter: list[Piece] = [("keys", keys[len(text) :])]
+        return [("paste", text), *enter] if text else enter
+
+
+def with_modified_enter(keys: str) -> str:
+    """`keys` with every spelling of shift, alt or ctrl and enter in the one that Textual's parser knows (kitty's)."""
+    return _OTHER_KEYS_ENTER.sub("\x1b[13;\\1u", keys).replace("\x1b\r", "\x1b[13;3u")
 
 
 def _held_back(text: str, marker: str) -> int:
@@ -113,7 +134,7 @@ class ConsoleDriver(LinuxDriver):
             selector.register(self.fileno, selectors.EVENT_READ)
             while not self.exit_event.is_set():
                 pieces: list[Piece] = []
-                if selector.select(0.1):
+                if selector.select(MARKER_GAP_S if splitter.holds_back else 0.1):
                     try:
                         data = os.read(self.fileno, READ_BYTES)
                     except OSError:
@@ -128,7 +149,7 @@ class ConsoleDriver(LinuxDriver):
                     if kind == "paste":
                         self.process_message(events.Paste(text))
                     else:
-                        for message in parser.feed(text):
+                        for message in parser.feed(with_modified_enter(text)):
                             self.process_message(message)
                 for message in parser.tick():
                     self.process_message(message)

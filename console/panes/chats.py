@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from textual.app import ComposeResult
-from textual.containers import Horizontal, Vertical, VerticalScroll
+from textual.containers import Horizontal, Vertical
 from textual.content import Content
 from textual.widget import Widget
 from textual.widgets import Static
@@ -18,7 +18,8 @@ from console.widgets.answer import AnswerText
 from console.widgets.charts import bar
 from console.widgets.figures import bytes_text, count, milliseconds, percent, rate
 from console.widgets.prompt import Prompt
-from console.widgets.rows import Part, Row, Rows, wrapped
+from console.widgets.rows import Part, Row, Rows, flowed, wrapped
+from console.widgets.transcript import Transcript
 from engine.view import EngineView
 
 SHOWN_PROMPT_CHARS = 4_000
@@ -26,25 +27,27 @@ SHOWN_PROMPT_CHARS = 4_000
 TITLE_CHARS = 40
 
 
-def answer_figures(answer: Answer) -> Row:
-    """The line under an answer: `ttft 182 ms · 41.3 tok/s · 96 cached of 140 · 128 tok`, and how it ended if not by itself."""
+def answer_figures(answer: Answer, width: int) -> list[Row]:
+    """The figures under an answer: `ttft 182 ms · 41.3 tok/s · 96 cached of 140 · 128 tok`, how it ended if not by itself, and
+    what was done to its prompt; on as many rows as they need."""
     completion = answer.completion
     if completion is None:
-        return ()
+        return []
     stats = completion.stats
-    figures = []
+    num_tokens = f"{count(len(completion.token_ids))} tok"
+    parts: list[Part] = []
     if stats.ttft_ms is not None:
-        figures.append(f"ttft {milliseconds(stats.ttft_ms)}")
+        parts.append(Part(f"ttft {milliseconds(stats.ttft_ms)}", "dim"))
     if stats.decode_tokens_per_s is not None:
-        figures.append(rate(stats.decode_tokens_per_s))
-    figures.append(f"{count(stats.cached_tokens)} cached of {count(stats.prompt_tokens)}")
-    figures.append(f"{count(len(completion.token_ids))} tok")
-    row: Row = (Part(" · ".join(figures), "dim"),)
+        parts.append(Part(rate(stats.decode_tokens_per_s), "dim"))
+    parts.append(Part(f"{count(stats.cached_tokens)} cached of {count(stats.prompt_tokens)}", "dim"))
+    parts.append(Part(num_tokens, "dim"))
     if completion.finish_reason == "length":
-        return (*row, Part(f" · cut off at {count(len(completion.token_ids))} tok", "warn"))
-    if completion.finish_reason == "cancelled":
-        return (*row, Part(" · stopped", "warn"))
-    return row
+        parts.append(Part(f"cut off at {num_tokens}", "warn"))
+    elif completion.finish_reason == "cancelled":
+        parts.append(Part("stopped", "warn"))
+    note = one_line(answer.handle.note or "") if answer.handle is not None else ""
+    return flowed(parts, " · ", width) + [(Part(line, "dim"),) for line in wrapped(note, max(20, width)) if note]
 
 
 class TurnView(Vertical):
@@ -100,10 +103,7 @@ class TurnView(Vertical):
 
     def _figures(self, width: int, height: int) -> list[Row]:
         answer = self.turn.answer
-        if answer is None or answer.completion is None:
-            return []
-        note = answer.handle.note if answer.handle is not None else None
-        return [answer_figures(answer), *((Part(line, "dim"),) for line in wrapped(one_line(note or ""), max(20, width)) if line)]
+        return answer_figures(answer, width) if answer is not None else []
 
 
 class ChatsPane(Pane):
@@ -135,15 +135,12 @@ shown folded and sent whole."""
         self._welcome_rows: tuple[Row, ...] = ()
 
     def compose_body(self) -> ComposeResult:
-        with VerticalScroll(id="transcript"), Vertical(id="turns"):
+        with Transcript(id="transcript"), Vertical(id="turns"):
             yield Rows(self._welcome, id="welcome")
         yield Rows(self._status, id="chat-status")
         with Horizontal(id="prompt-line"):
             yield Static(Content(">"), id="prompt-mark", markup=False)
-            yield Prompt(id="prompt")
-
-    def on_mount(self) -> None:
-        self.query_one("#transcript", VerticalScroll).anchor()
+            yield Prompt(self.offer, id="prompt")
 
     def focus_target(self) -> Widget:
         return self.query_one(Prompt)
@@ -173,22 +170,17 @@ shown folded and sent whole."""
 
     # -- what the person does
 
-    def on_prompt_sent(self, event: Prompt.Sent) -> None:
-        event.stop()
-        if not event.text.strip():
-            return
+    def offer(self, prompt: str) -> bool:
+        """Send `prompt` unless an answer is under way; whether it was sent."""
         if self.answering is not None:
             self.app.notify("An answer is under way: esc stops it; the prompt stays here until then.", severity="warning")
-            return
-        self.send(self.query_one(Prompt).take())
+            return False
+        self.send(prompt)
+        return True
 
     def on_prompt_scrolled(self, event: Prompt.Scrolled) -> None:
         event.stop()
-        transcript = self.query_one("#transcript", VerticalScroll)
-        if event.pages < 0:
-            transcript.scroll_page_up(animate=False)
-        else:
-            transcript.scroll_page_down(animate=False)
+        self.query_one(Transcript).page(event.pages)
 
     def send(self, prompt: str) -> None:
         """Ask the model; the transcript shows the turn at once."""
@@ -202,6 +194,7 @@ shown folded and sent whole."""
         if answer is None:
             return False
         self._bridge.stop(answer)
+        self.query_one("#chat-status", Rows).redraw()
         return True
 
     async def regenerate(self) -> None:
@@ -230,7 +223,7 @@ shown folded and sent whole."""
         turn.answer = self._bridge.ask(self.conversation.messages_for(turn), title)
         name = one_line(self._view.model.name, 60) if self._view is not None and self._view.model is not None else "model"
         self.query_one("#turns").mount(TurnView(turn, name))
-        self.query_one("#transcript", VerticalScroll).anchor()
+        self.query_one(Transcript).anchor()
         self.query_one("#welcome", Rows).redraw()
         self.query_one("#chat-status", Rows).redraw()
 

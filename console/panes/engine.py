@@ -99,7 +99,7 @@ written of the most allowed, and KV blocks held. x cancels the selected one."""
             ("decode", rate, view.decode_tokens_per_s, history.decode_tokens_per_s, "series-decode"),
             ("prefill", rate, view.prefill_tokens_per_s, history.prefill_tokens_per_s, "series-prefill"),
             ("step", milliseconds, view.step_ms, history.step_ms, "series-step"),
-            ("ttft", milliseconds, view.last_ttft_ms, history.ttft_ms, "kv-cached"),
+            ("ttft", milliseconds, view.last_ttft_ms, history.ttft_ms, "series-ttft"),
         )
         chart_cells = max(0, width - _NAME_CELLS - _FIGURE_CELLS - _PEAK_CELLS - 2)
         rows: list[Row] = []

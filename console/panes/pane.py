@@ -7,12 +7,14 @@ from typing import ClassVar
 
 from rich.cells import cell_len
 from rich.segment import Segment
+from rich.style import Style
 from textual.app import ComposeResult
 from textual.containers import Container
 from textual.geometry import Region
 from textual.strip import Strip
 from textual.widget import Widget
 
+from console.widgets.ink import ink_style
 from console.widgets.rows import clip
 from engine.view import EngineView
 
@@ -33,7 +35,6 @@ class Pane(Container):
     Pane > .body { margin: 1; height: 1fr; width: 1fr; layout: vertical; }
     Pane.-flat > .body { margin: 0; }
     """
-    COMPONENT_CLASSES: ClassVar[set[str]] = {"pane--frame", "pane--title", "pane--figure"}
 
     number: ClassVar[int | None] = None
     label: ClassVar[str]
@@ -42,7 +43,7 @@ class Pane(Container):
     def __init__(self, *, id: str) -> None:
         super().__init__(id=id)
         self._figures: tuple[str, ...] = ()
-        self.border_paints = 0
+        self.is_focused = False
 
     def compose(self) -> ComposeResult:
         with Container(classes="body"):
@@ -69,7 +70,6 @@ class Pane(Container):
         figures = tuple(variants)
         if figures != self._figures:
             self._figures = figures
-            self.border_paints += 1
             self.refresh(Region(0, 0, self.size.width, 1))
 
     def focus_target(self) -> Widget | None:
@@ -77,18 +77,25 @@ class Pane(Container):
         return next((widget for widget in self.query("*") if isinstance(widget, Widget) and widget.can_focus), None)
 
     def on_descendant_focus(self) -> None:
-        self.add_class("-focused")
+        self._mark_focus()
 
     def on_descendant_blur(self) -> None:
-        self.remove_class("-focused")
+        self._mark_focus()
+
+    def _mark_focus(self) -> None:
+        focused = self.screen.focused
+        is_focused = focused is not None and self in focused.ancestors
+        if is_focused != self.is_focused:
+            self.is_focused = is_focused
+            self.refresh()
 
     def render_line(self, y: int) -> Strip:
         width, height = self.size
         paper = self.rich_style
         if width < 4 or height < 2:
             return Strip.blank(width, paper)
-        left_top, edge, right_top, side, left_bottom, right_bottom = _HEAVY if self.has_class("-focused") else _ROUND
-        frame = self.get_component_rich_style("pane--frame")
+        left_top, edge, right_top, side, left_bottom, right_bottom = _HEAVY if self.is_focused else _ROUND
+        frame = self._frame_style()
         if self.has_class("-flat"):
             left_top = right_top = edge
         if y == 0:
@@ -98,8 +105,8 @@ class Pane(Container):
         return Strip([Segment(side, frame), Segment(" " * (width - 2), paper), Segment(side, frame)], width)
 
     def _title_line(self, width: int, edge: str, left_corner: str, right_corner: str) -> Strip:
-        frame = self.get_component_rich_style("pane--frame")
-        title = self.get_component_rich_style("pane--title")
+        frame = self._frame_style()
+        title = ink_style(self, "title-focus" if self.is_focused else "dim")
         room = width - len(left_corner) - len(right_corner) - 2
         name = clip(f" {self.number} {self.label} " if self.number is not None else f" {self.label} ", room)
         spare = room - cell_len(name)
@@ -110,7 +117,10 @@ class Pane(Container):
                 Segment(left_corner + edge, frame),
                 Segment(name, title),
                 Segment(edge * (spare - cell_len(figure)), frame),
-                Segment(figure, self.get_component_rich_style("pane--figure")),
+                Segment(figure, ink_style(self, "strong")),
                 Segment(edge + right_corner, frame),
             ]
         )
+
+    def _frame_style(self) -> Style:
+        return ink_style(self, "frame-focus" if self.is_focused else "frame")

@@ -21,6 +21,8 @@ from textual.widgets._markdown import MarkdownFence
 from console.sanitise import Sanitiser, sanitise
 
 MAX_COLOURED_CHARS = 20_000
+MAX_NESTING = 32
+"""Levels of lists and quotes, two to a list; each becomes three nested widgets."""
 
 log = logging.getLogger(__name__)
 
@@ -29,11 +31,11 @@ class _Parser(MarkdownIt):
     """Markdown as models write it."""
 
     def __init__(self) -> None:
-        super().__init__("gfm-like", {"html": False, "linkify": False})
-        self.disable(["image", "linkify"], ignoreInvalid=True)
+        super().__init__("gfm-like", {"html": False, "linkify": False, "maxNesting": MAX_NESTING})
+        self.disable(["image", "linkify", "reference"], ignoreInvalid=True)  # a definition of a reference isn't drawn at all
 
     def parse(self, src: str, env: MutableMapping[str, Any] | None = None) -> list[Token]:
-        tokens = super().parse(src, env)
+        tokens = _without_depths(super().parse(src, env), src)
         for token in tokens:
             if token.type == "inline":
                 token.children = _plain_links(token.children or [])
@@ -42,6 +44,34 @@ class _Parser(MarkdownIt):
                         child.type = "hardbreak"
                     child.content = sanitise(child.content)
         return tokens
+
+
+def _without_depths(tokens: list[Token], src: str) -> list[Token]:
+    """`tokens` with each block that is nested down to `MAX_NESTING` as a paragraph of its plain lines: what is deeper the
+    parser left out."""
+    if all(token.level < MAX_NESTING - 1 for token in tokens):
+        return tokens
+    lines = src.splitlines()
+    shallow: list[Token] = []
+    block: list[Token] = []
+    for token in tokens:
+        block.append(token)
+        if token.level == 0 and token.nesting <= 0:
+            too_deep = any(part.level >= MAX_NESTING - 1 for part in block)
+            shallow += _unmarked(lines, block[0].map or [0, len(lines)]) if too_deep else block
+            block = []
+    return shallow
+
+
+def _unmarked(lines: list[str], span: list[int]) -> list[Token]:
+    children: list[Token] = []
+    for line in lines[span[0] : span[1]]:
+        children += [Token("text", "", 0, content=line), Token("hardbreak", "br", 0)]
+    return [
+        Token("paragraph_open", "p", 1, map=span, block=True),
+        Token("inline", "", 0, map=span, level=1, children=children[:-1], block=True),
+        Token("paragraph_close", "p", -1, block=True),
+    ]
 
 
 def _plain_links(children: list[Token]) -> list[Token]:

@@ -15,6 +15,7 @@ from textual.strip import Strip
 from textual.widget import Widget
 
 from console import keys
+from console.widgets.ink import ink_style
 from engine.view import BlockState, KvView
 
 GLYPHS = {
@@ -29,7 +30,8 @@ NO_BLOCK = 5
 
 _CELL_GLYPHS = str.maketrans({**{chr(state): glyph for state, glyph in GLYPHS.items()}, chr(NO_BLOCK): " "})
 _RUNS = re.compile(rb"(.)\1*", re.DOTALL)
-_INKS = ("map--free", "map--active", "map--shared", "map--cached", "map--pinned", "map--none")
+_INKS = ("kv-free", "kv-active", "kv-shared", "kv-cached", "kv-pinned", "")
+"""The ink of each cell code."""
 _TIES = (BlockState.PINNED, BlockState.SHARED, BlockState.ACTIVE, BlockState.CACHED)
 """Which state a cell of several blocks shows when two are equally frequent: the rarer kind first."""
 
@@ -56,8 +58,7 @@ class BlockMap(Widget, can_focus=True):
     DEFAULT_CSS = """
     BlockMap { height: 1fr; width: 1fr; min-height: 1; }
     """
-    COMPONENT_CLASSES: ClassVar[set[str]] = set(_INKS)
-    BINDINGS = keys.bindings("map")
+    BINDINGS: ClassVar = keys.bindings("map")
 
     class CursorMoved(Message):
         """The cursor stands on other blocks than before."""
@@ -130,7 +131,7 @@ class BlockMap(Widget, can_focus=True):
         width = self.size.width
         if y >= len(self._rows):
             return Strip.blank(width, self.rich_style)
-        styles = [self.get_component_rich_style(ink) for ink in _INKS]
+        styles = [ink_style(self, ink) for ink in _INKS]
         segments = [
             Segment(run.group().decode("latin-1").translate(_CELL_GLYPHS), styles[run.group()[0]])
             for run in _RUNS.finditer(self._rows[y])

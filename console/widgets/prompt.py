@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import ClassVar
 
 from textual import events
@@ -31,13 +32,6 @@ class Prompt(TextArea):
     """
     BINDINGS: ClassVar = keys.bindings("prompt")
 
-    class Sent(Message):
-        """The person pressed enter."""
-
-        def __init__(self, text: str) -> None:
-            super().__init__()
-            self.text = text
-
     class Scrolled(Message):
         """The person wants to see other parts of the transcript: so many pages down."""
 
@@ -45,9 +39,11 @@ class Prompt(TextArea):
             super().__init__()
             self.pages = pages
 
-    def __init__(self, *, id: str) -> None:
+    def __init__(self, offer: Callable[[str], bool], *, id: str) -> None:
+        """`offer(text)` takes what is sent and says whether it did; if not, it stays."""
         super().__init__(id=id, soft_wrap=True, show_line_numbers=False, placeholder=PLACEHOLDER, highlight_cursor_line=False)
         self.cursor_blink = False
+        self._offer = offer
         self._pastes: list[str] = []
 
     @property
@@ -60,16 +56,15 @@ class Prompt(TextArea):
 
         return _FOLDED.sub(unfold, self.text)
 
-    def take(self) -> str:
-        """The prompt's text; the prompt is empty afterwards."""
-        text = self.text_to_send
-        self.clear()
-        self._pastes.clear()
-        return text
-
     def action_send(self) -> None:
-        """Hand the text over; the chat takes it when it can."""
-        self.post_message(self.Sent(self.text_to_send))
+        """Send the text, once every key pressed before has been taken in: a priority binding acts before those in the queue."""
+        self.call_later(self._send)
+
+    def _send(self) -> None:
+        text = self.text_to_send
+        if text.strip() and self._offer(text):
+            self.clear()
+            self._pastes.clear()
 
     def action_newline(self) -> None:
         """Insert a line break."""

@@ -1,14 +1,14 @@
 """Rows: a few lines of coloured text of which only the changed ones are painted again.
 
-A pane describes its lines as tuples of parts; a part is text with the name of an ink (a CSS component class), so that the
-text itself is never parsed for markup and the theme alone decides the colours.
+A pane describes its lines as tuples of parts; a part is text with the name of an ink, so that the text itself is never
+parsed for markup and the theme alone decides the colours.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 from rich.cells import cell_len, chop_cells, set_cell_size
 from rich.segment import Segment
@@ -17,23 +17,7 @@ from textual.geometry import Region
 from textual.strip import Strip
 from textual.widget import Widget
 
-INKS = (
-    "dim",
-    "strong",
-    "title",
-    "key",
-    "off",
-    "good",
-    "warn",
-    "bad",
-    "frame",
-    "accent",
-    *(f"kv-{state}" for state in ("free", "active", "shared", "cached", "pinned")),
-    *(f"part-{number}" for number in range(1, 7)),
-    "series-decode",
-    "series-prefill",
-    "series-step",
-)
+from console.widgets.ink import ink_style
 
 
 class Part(NamedTuple):
@@ -77,6 +61,17 @@ def wrapped(text: str, cells: int) -> list[str]:
     return lines
 
 
+def flowed(parts: Sequence[Part], between: str, width: int) -> list[Row]:
+    """`parts` with `between` between them, on as many rows of `width` cells as they need."""
+    rows: list[list[Part]] = []
+    for part in parts:
+        if rows and row_cells(tuple(rows[-1])) + cell_len(between) + cell_len(part.text) <= width:
+            rows[-1] += [Part(between, "dim"), part]
+        else:
+            rows.append([part])
+    return [tuple(row) for row in rows]
+
+
 def to_right(text: str, cells: int) -> str:
     """`text` in at least `cells` cells, to the right."""
     return " " * (cells - cell_len(text)) + text
@@ -118,7 +113,6 @@ class Rows(Widget):
     DEFAULT_CSS = """
     Rows { height: auto; width: 1fr; }
     """
-    COMPONENT_CLASSES: ClassVar[set[str]] = {f"ink--{ink}" for ink in INKS}
 
     def __init__(self, build: Build, *, id: str | None = None, classes: str | None = None) -> None:
         super().__init__(id=id, classes=classes, markup=False)
@@ -170,7 +164,7 @@ class Rows(Widget):
             return Strip.blank(width, paper)
         segments = []
         for part in self._rows[y]:
-            style = self.ink(part.ink, paper)
+            style = ink_style(self, part.ink)
             if part.reverse:
                 style += Style(reverse=True)
             if part.action:
@@ -180,7 +174,3 @@ class Rows(Widget):
         if strip.cell_length > width > 0:
             strip = Strip([*strip.crop(0, width - 1), Segment("…", paper)])
         return strip.extend_cell_length(width, paper)
-
-    def ink(self, name: str, paper: Style) -> Style:
-        """The style of an ink on this widget's paper."""
-        return self.get_component_rich_style(f"ink--{name}") if name else paper
