@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import gguf
@@ -42,18 +43,18 @@ class _Names:
         return ()
 
 
-def oracle_from_gguf(path: Path) -> PreTrainedModel:
+def oracle_from_gguf(path: Path, **config: Any) -> PreTrainedModel:
     """The float32 model that transformers makes of a GGUF file: its own reading of the config, names, permutation and blocks.
 
-    As `from_pretrained(gguf_file=…)` without accelerate; the file is parsed once, and its vocabulary left out, which
-    takes most of the time.
+    `config`: what it doesn't read and would take for granted, such as a head's size. As `from_pretrained(gguf_file=…)` without
+    accelerate; the file is parsed once, and its vocabulary left out, which takes most of the time.
     """
     reader = gguf.GGUFReader(path)
     for name in [name for name in reader.fields if name.startswith("tokenizer.")]:
         del reader.fields[name]
     with patch.object(gguf, "GGUFReader", lambda _: reader):
-        config = AutoConfig.for_model(**load_gguf_checkpoint(path)["config"])
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        found = AutoConfig.for_model(**{**load_gguf_checkpoint(path)["config"], **config})
+        model = AutoModelForCausalLM.from_config(found, dtype=torch.float32)
         tensors = load_gguf_checkpoint(path, return_tensors=True, model_to_load=_Names(model), torch_dtype=torch.float32)["tensors"]
     missing, unexpected = model.load_state_dict(tensors, strict=False, assign=True)
     assert not unexpected and set(missing) <= {"lm_head.weight"}, (missing, unexpected)
