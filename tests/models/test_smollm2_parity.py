@@ -1,7 +1,7 @@
 """SmolLM2-135M-Instruct from its GGUF file, on real text: against transformers' float32 load of the same file, by the rule in
 `closeness`; and against llama.cpp's recorded distributions.
 
-Those were recorded with llama-cpp-python 0.3.36 by tests/fixtures/llama_cpp/record_logits.py: the 512 ids of text_512.txt (no BOS)
+They were recorded with llama-cpp-python 0.3.36 by tests/fixtures/llama_cpp/record_logits.py: the 512 ids of text_512.txt (no BOS)
 in one batch on a CPU, KV cache in float32, and for every position the 64 most likely next tokens, their log-probabilities, and that
 of all others together. llama.cpp multiplies the quantised weights with activations quantised to 8 bits, so that it can't be met by
 rounding alone: KL(llama.cpp ‖ ours) ≤ 0.005 nats and teacher-forced top-1 agreement ≥ 97 % are asked for.
@@ -9,8 +9,8 @@ rounding alone: KL(llama.cpp ‖ ours) ≤ 0.005 nats and teacher-forced top-1 a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -18,15 +18,14 @@ import pytest
 import torch
 from closeness import Expected, judge, pieces
 from oracle import expected_of, oracle_from_gguf
-from torch import Tensor
-from under_test import all_logits, chunk_logits, loaded
+from recorded import RECORDED, agreement, recorded_distributions
+from under_test import all_logits, chunks_of, loaded
 
 from engine.layers.rope import RopeTable
 from engine.model.transformer import TransformerModel
 from engine.tokenizer import Tokenizer
 from engine.weights.checkpoint import open_checkpoint
 
-RECORDED = Path(__file__).parent.parent / "fixtures" / "llama_cpp"
 TEXT = """The footplate is the floor of a steam locomotive's cab. The driver and the fireman stand on it: one hand on the
 regulator, an eye on the water gauge. At 14:35 the 9F, number 92220, left with 11 coaches (412 t) and a clear signal.
 
@@ -95,44 +94,8 @@ def test_the_rule_fails_on_the_real_model_when_the_rope_base_is_the_usual_one(
 
 @pytest.fixture(scope="module")
 def recorded() -> dict[str, np.ndarray]:
-    """What llama.cpp says after each of the text's 512 ids; the recording script beside it says how that was asked."""
-    with np.load(RECORDED / "smollm2_logits.npz") as file:
-        return dict(file)
-
-
-@dataclass(frozen=True)
-class Agreement:
-    """Mean KL(llama.cpp ‖ ours) in nats, and the share of positions whose most likely next token is the same."""
-
-    kl: float
-    top1: float
-
-
-def agreement(ours: Iterable[Tensor], recorded: dict[str, np.ndarray]) -> Agreement:
-    """How far `ours`, logits `[rows, vocab]` chunk by chunk, is from what was recorded. KL is taken over llama.cpp's 64 best
-    tokens and one bucket for all others: a lower bound of the whole, which lumping tokens together can only make smaller."""
-    divergences, same, start = [], 0, 0
-    for logits in ours:
-        rows = slice(start, start + len(logits))
-        ids = torch.from_numpy(recorded["top_ids"][rows].astype(np.int64))
-        theirs = torch.from_numpy(recorded["top_logprobs"][rows]).double()
-        their_rest = torch.from_numpy(recorded["log_rest"][rows]).double()
-        logprobs = logits.double().log_softmax(-1)
-        mine = logprobs.gather(1, ids)
-        my_rest = torch.log1p(-mine.exp().sum(-1))
-        divergences.append((theirs.exp() * (theirs - mine)).sum(-1) + their_rest.exp() * (their_rest - my_rest))
-        same += int((logits.argmax(-1) == ids[:, 0]).sum())
-        start = rows.stop
-    assert start == len(recorded["ids"])
-    return Agreement(float(torch.cat(divergences).mean()), same / start)
-
-
-def chunks_of(model: TransformerModel, ids: list[int], size: int) -> Iterator[Tensor]:
-    """The logits of every position, chunk by chunk."""
-    seq = model.lifecycle.alloc_sequence()
-    for start in range(0, len(ids), size):
-        yield chunk_logits(model, seq, ids[start : start + size])
-    model.lifecycle.free_sequence(seq)
+    """What llama.cpp says after each of the text's 512 ids."""
+    return recorded_distributions()
 
 
 def test_the_text_s_ids_are_llama_cpp_s(smollm2_gguf: Path, recorded: dict[str, np.ndarray]) -> None:

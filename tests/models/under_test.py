@@ -50,3 +50,11 @@ def all_logits(model: TransformerModel, ids: Sequence[int], split: Split) -> Ten
         start += size
     model.lifecycle.free_sequence(seq)
     return torch.cat(out)
+
+
+def chunks_of(model: TransformerModel, ids: list[int], size: int) -> Iterator[Tensor]:
+    """The logits of every position, chunk by chunk."""
+    seq = model.lifecycle.alloc_sequence()
+    for start in range(0, len(ids), size):
+        yield chunk_logits(model, seq, ids[start : start + size])
+    model.lifecycle.free_sequence(seq)
