@@ -114,10 +114,10 @@ class KeyBar(Rows):
                     Part("  "),
                 )
         for binding_id in keys.DISPENSABLE:
-            if sum(map(row_cells, entries.values())) - 1 <= width:
+            if sum(map(row_cells, entries.values())) - 1 <= width:  # a space before, no gap after
                 break
             entries.pop(binding_id, None)
-        return [(Part(" "), *(part for row in entries.values() for part in row))]
+        return [(Part(" "), *(part for row in entries.values() for part in row))[:-1]]
 
 
 def active_keys(screen: Screen[Any]) -> list[tuple[str, str, str]]:

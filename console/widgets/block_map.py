@@ -25,6 +25,8 @@ GLYPHS = {
     BlockState.CACHED: "▒",
     BlockState.PINNED: "◆",
 }
+CURSOR = "+"
+"""Written on the colour of the state it stands on."""
 NO_BLOCK = 5
 """Cell code behind the last block; the codes below it are `BlockState`."""
 
@@ -139,15 +141,8 @@ class BlockMap(Widget, can_focus=True):
         strip = Strip(segments, width)
         cursor_y, x = divmod(self._cursor, width) if width else (0, 0)
         if self.has_focus and cursor_y == y:
-            under = list(strip.crop(x, x + 1))
-            strip = Strip(
-                [
-                    *strip.crop(0, x),
-                    *(Segment(" " if s.text == "█" else s.text, (s.style or Style()) + Style(reverse=True)) for s in under),
-                    *strip.crop(x + 1, width),
-                ],
-                width,
-            )
+            cursor = Segment(CURSOR, styles[self._rows[y][x]] + Style(reverse=True))
+            strip = Strip([*strip.crop(0, x), cursor, *strip.crop(x + 1, width)], width)
         return strip
 
     def on_focus(self) -> None:
