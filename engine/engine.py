@@ -341,6 +341,7 @@ class Engine:
                 loop.stop(error)
                 if error is None:
                     loop.publish()
+                loop = None  # with it go the last references to the model's buffers but the model's own
             model.teardown()
 
     def _publish(self, view: EngineView) -> None:

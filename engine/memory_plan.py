@@ -36,9 +36,18 @@ class MemoryPlan:
 
 
 def plan_memory(
-    model: ModelConfig, config: EngineConfig, *, weights_elements: int, itemsize: int, available_bytes: int, on_gpu: bool
+    model: ModelConfig,
+    config: EngineConfig,
+    *,
+    weights_elements: int,
+    itemsize: int,
+    available_bytes: int,
+    on_gpu: bool,
+    packed_bytes: int = 0,
+    scratch_bytes: int = 0,
 ) -> MemoryPlan:
-    """The MemoryPlan of a model whose elements take `itemsize` bytes each. Raises `MemoryPlanError`, with the figures and
+    """The MemoryPlan of a model whose elements take `itemsize` bytes each, and `packed_bytes` more of weights that are held packed,
+    with `scratch_bytes` to compute with them. Raises `MemoryPlanError`, with the figures and
     the flag to change, when it doesn't fit into `available_bytes`."""
     if config.max_seq_len is not None and config.max_seq_len > model.max_position:
         raise MemoryPlanError(
@@ -48,14 +57,16 @@ def plan_memory(
     size = config.block_size
     layer_token_bytes = 2 * model.num_kv_heads * model.head_dim * itemsize
     block_bytes = layer_token_bytes * max(model.num_attention_layers, 1) * size
-    weights = weights_elements * itemsize
-    workspace = _workspace_bytes(model, config, max_seq_len, itemsize, layer_token_bytes)
+    weights = weights_elements * itemsize + packed_bytes
+    workspace = _workspace_bytes(model, config, max_seq_len, itemsize, layer_token_bytes) + scratch_bytes
     ssm = _ssm_bytes(model, config, itemsize)
     left = available_bytes - weights - workspace - ssm
     if config.num_kv_blocks is not None:
         blocks = config.num_kv_blocks
     elif on_gpu:
-        blocks = int(left * GPU_KV_SHARE) // block_bytes - 1
+        # Twice what a full batch of full contexts needs: the rest could only serve the prefix cache, and others need it more.
+        most = 2 * config.max_batch * -(-max_seq_len // size)
+        blocks = min(most, int(left * GPU_KV_SHARE) // block_bytes - 1)
     else:
         blocks = min(-(-min(2 * max_seq_len, CPU_KV_TOKENS) // size), int(left * CPU_KV_SHARE) // block_bytes - 1)
     blocks = max(blocks, 1)

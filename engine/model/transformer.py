@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,25 +14,27 @@ from torch import Tensor
 from engine.batch import BatchBuilder
 from engine.cache.blocks import BlockPool
 from engine.cache.ssm_pool import SsmPool
+from engine.circuit.packed_weights import PackedGroup, packable, read_packed
 from engine.config import EngineConfig
 from engine.device import Device
 from engine.errors import CheckpointError
 from engine.families import family_named, identify, match_tensors
 from engine.families.base import TensorSpec
 from engine.families.config import ModelConfig
-from engine.layers.linear import Linear
-from engine.layers.norm import RmsNorm
 from engine.layers.rope import RopeTable
 from engine.memory_plan import MemoryPlan, plan_memory, ssm_layout
-from engine.model.base import ModelCircuit, ModelSsmState
-from engine.model.build import build_layers
+from engine.model.base import ModelSsmState
+from engine.model.build import build_plain
+from engine.model.circuit import Circuit
 from engine.model.forward import Forward
 from engine.model.lifecycle import Lifecycle
 from engine.model.logits import Logits
 from engine.model.state_files import StateFiles
 from engine.model.streams import streams_for
 from engine.model.verify import Verify
+from engine.model.weights import ModelWeights
 from engine.view import MemoryItem, SsmView
+from engine.weights.checkpoint import open_checkpoint
 from engine.weights.store import WeightStore
 
 if TYPE_CHECKING:
@@ -47,14 +51,20 @@ class TransformerModel:
     """
 
     def __init__(
-        self, config: ModelConfig, engine_config: EngineConfig, plan: MemoryPlan, store: WeightStore, device: Device
+        self,
+        config: ModelConfig,
+        engine_config: EngineConfig,
+        plan: MemoryPlan,
+        store: WeightStore,
+        device: Device,
+        weights: ModelWeights | None = None,
     ) -> None:
         self.config = config
         self.device = device
         self.plan = plan
         self.store = store
+        self.weights = weights or ModelWeights(store)
         self.streams = streams_for(device.torch_device)
-        self.circuit = ModelCircuit()
         to = device.torch_device
         slots = (plan.num_kv_blocks + 1) * engine_config.block_size
         # fill_ touches every page: memory a person sees in the plan is memory the process holds from the start.
@@ -83,6 +93,7 @@ class TransformerModel:
             plan.kv_block_bytes,
             StateFiles(self.kv_cache, self.ssm_pool, store.digest, engine_config.block_size, config.vocab_size),
             Path(engine_config.spill_dir) if engine_config.spill_dir is not None else None,
+            self.streams,
             self.ssm_pool,
             engine_config.ssm_checkpoint_interval,
         )
@@ -91,17 +102,12 @@ class TransformerModel:
         used = {layer.rope for layer in config.layers if layer.kind == "attention"}
         ropes = {rope: RopeTable(rope, plan.max_seq_len, to, device.dtype) for rope in used}
         self._workspace_bytes = builder.num_bytes + self.logits.num_bytes + sum(table.num_bytes for table in ropes.values())
-        self.forward = forward = Forward(
-            build_layers(config, store, self.kv_cache, self.ssm_pool),
-            RmsNorm(store.get("model.norm.weight"), config.rms_eps),
-            store.get("model.embed_tokens.weight"),
-            Linear(store.get("model.embed_tokens.weight" if config.tied_head else "lm_head.weight")),
-            config,
-            ropes,
-            builder,
-            self.lifecycle,
-            self.logits,
+        self.forward = forward = Forward(config, ropes, builder, self.lifecycle, self.logits)
+        kv_cache, ssm_pool = self.kv_cache, self.ssm_pool
+        self.circuit = Circuit(
+            config, device, self.weights, forward, kv_cache, lambda tensors: build_plain(config, tensors, kv_cache, ssm_pool)
         )
+        self.circuit.start(engine_config.circuit)
         self.verify = Verify(forward, self.lifecycle, self.logits)
 
     # What the seed's TransformerModel says of itself
@@ -133,7 +139,11 @@ class TransformerModel:
         weights = [MemoryItem(f"weights: {kind}", size) for kind, size in self.store.bytes_by_kind().items() if size]
         pool = self.ssm_pool
         ssm = (MemoryItem("recurrent state", pool.num_bytes),) if pool is not None else ()
-        return (*weights, MemoryItem("kv blocks", self.kv_cache.nbytes), *ssm, MemoryItem("workspace", self._workspace_bytes))
+        borrowed = self.weights.num_borrowed_bytes
+        if borrowed:
+            weights.append(MemoryItem(f"weights: read again for {self.circuit.forward_disclosure().name}", borrowed))
+        workspace = self._workspace_bytes + self.circuit.num_scratch_bytes
+        return (*weights, MemoryItem("kv blocks", self.kv_cache.nbytes), *ssm, MemoryItem("workspace", workspace))
 
     def ssm_view(self) -> SsmView | None:
         """The recurrent-state pool as the console draws it, None without one."""
@@ -146,10 +156,12 @@ class TransformerModel:
             return
         if self.lifecycle.spill is not None:
             self.lifecycle.spill.close()
-        del self.verify, self.forward, self.logits, self.ssm_state, self.lifecycle, self.ssm_pool, self.kv_cache
+        self.weights.give_back()
+        del self.verify, self.circuit, self.forward, self.logits, self.ssm_state, self.lifecycle, self.ssm_pool, self.kv_cache
         self._workspace_bytes = 0
         self.store.teardown()
         if self.device.is_cuda:
+            gc.collect()
             torch.cuda.empty_cache()
 
     def __enter__(self) -> TransformerModel:
@@ -167,7 +179,9 @@ def load_model(
     ends the load."""
     family, config = identify(checkpoint)
     specs = match_tensors(family, config, checkpoint)
-    plan = _plan(config, engine_config, specs, device)
+    groups = packable(config, specs, checkpoint, device)
+    packed = bool(groups) and engine_config.circuit in ("auto", "circuit")
+    plan = planned(config, engine_config, specs, groups if packed else (), device)
     total = sum(checkpoint.tensors[part.source].nbytes for spec in specs for part in spec.parts)
     done = 0
 
@@ -185,7 +199,34 @@ def load_model(
             progress(f"reading {spec.kind} weights", done, total)
         return tensor
 
-    return _assemble(config, engine_config, plan, specs, device, read)
+    def note(spec: TensorSpec) -> None:
+        nonlocal done
+        done += checkpoint.tensors[spec.source].nbytes
+        progress(f"reading {spec.kind} weights", done, total)
+
+    def read_dense(path: Path, missing: SequenceOf[TensorSpec], into: WeightStore) -> None:
+        with open_checkpoint(path) as again:
+            for spec in missing:
+                _enter(config, spec, again.read(spec.source, device.dtype), device, into)
+
+    store = WeightStore()
+    try:
+        weights = ModelWeights(
+            store,
+            groups,
+            read_packed(groups, checkpoint, store, note) if packed else None,
+            checkpoint.path,
+            read_dense,
+            device.dtype,
+        )
+        held = {name for group in groups for name in group.names} if packed else set()
+        for spec in specs:
+            if spec.name not in held:
+                _enter(config, spec, read(spec), device, store)
+        return TransformerModel(config, engine_config, plan, store, device, weights)
+    except BaseException:
+        store.teardown()
+        raise
 
 
 def random_model(config: ModelConfig, engine_config: EngineConfig, device: Device, seed: int = 0) -> TransformerModel:
@@ -200,42 +241,46 @@ def random_model(config: ModelConfig, engine_config: EngineConfig, device: Devic
         weight = torch.empty(spec.stored_shape, device=device.torch_device, dtype=dtype)
         return weight.normal_(0.0, 0.02, generator=generator)
 
-    return _assemble(config, engine_config, _plan(config, engine_config, specs, device), specs, device, make)
-
-
-def _plan(config: ModelConfig, engine_config: EngineConfig, specs: list[TensorSpec], device: Device) -> MemoryPlan:
-    elements = sum(torch.Size(spec.shape).numel() for spec in specs)
-    return plan_memory(
-        config,
-        engine_config,
-        weights_elements=elements,
-        itemsize=device.dtype.itemsize,
-        available_bytes=device.available_bytes(),
-        on_gpu=device.is_cuda,
-    )
-
-
-def _assemble(
-    config: ModelConfig,
-    engine_config: EngineConfig,
-    plan: MemoryPlan,
-    specs: list[TensorSpec],
-    device: Device,
-    read: Callable[[TensorSpec], Tensor],
-) -> TransformerModel:
+    plan = planned(config, engine_config, specs, (), device)
     store = WeightStore()
     try:
         for spec in specs:
-            tensor = read(spec)
-            if spec.arrange is not None:
-                tensor = spec.arrange(tensor)
-            if spec.offset:
-                tensor = tensor + spec.offset
-            tensor = tensor.to(device.torch_device).contiguous()
-            if not bool(torch.isfinite(tensor.sum(dtype=torch.float32))):
-                raise CheckpointError(f"{config.name}: tensor {spec.source} holds values that aren't finite; the file is damaged.")
-            store.add(spec.name, tensor, spec.kind, str(tensor.dtype).removeprefix("torch."))
+            _enter(config, spec, make(spec), device, store)
         return TransformerModel(config, engine_config, plan, store, device)
     except BaseException:
         store.teardown()
         raise
+
+
+def planned(
+    config: ModelConfig,
+    engine_config: EngineConfig,
+    specs: SequenceOf[TensorSpec],
+    packed: SequenceOf[PackedGroup],
+    device: Device,
+) -> MemoryPlan:
+    """The memory plan of a model whose weights `packed` are held so, all others dense. Raises as `plan_memory`."""
+    held = {name for group in packed for name in group.names}
+    dense = sum(torch.Size(spec.shape).numel() for spec in specs if spec.name not in held)
+    return plan_memory(
+        config,
+        engine_config,
+        weights_elements=dense,
+        itemsize=device.dtype.itemsize,
+        available_bytes=device.available_bytes(),
+        on_gpu=device.is_cuda,
+        packed_bytes=sum(group.num_bytes for group in packed),
+        scratch_bytes=max((group.scratch_bytes for group in packed if group.is_projection), default=0),
+    )
+
+
+def _enter(config: ModelConfig, spec: TensorSpec, tensor: Tensor, device: Device, store: WeightStore) -> None:
+    """Put a tensor as the file holds it into the store as the model needs it."""
+    if spec.arrange is not None:
+        tensor = spec.arrange(tensor)
+    if spec.offset:
+        tensor = tensor + spec.offset
+    tensor = tensor.to(device.torch_device).contiguous()
+    if not bool(torch.isfinite(tensor.sum(dtype=torch.float32))):
+        raise CheckpointError(f"{config.name}: tensor {spec.source} holds values that aren't finite; the file is damaged.")
+    store.add(spec.name, tensor, spec.kind, str(tensor.dtype).removeprefix("torch."))

@@ -129,7 +129,7 @@ def paged_attention(
         mask = plan.decode_mask(window)
         if mask is not None:
             mask = mask.expand(n, 1, group, longest)
-        parts.append(functional.scaled_dot_product_attention(rows, k, v, attn_mask=mask, scale=scale).view(n, heads, head_dim))
+        parts.append(functional.scaled_dot_product_attention(rows, k, v, attn_mask=mask, scale=scale).reshape(n, heads, head_dim))
     for index in range(n, len(plan.spans)):
         span = plan.spans[index]
         slots = plan.span_slots[index - n]
