@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 from step_spy import StepSpy, assert_quiet
+from tiny_chat import write_tiny_chat
 from tiny_engine import tiny_config
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from engine import Engine
+from engine.weights.checkpoint import open_checkpoint
 
 
 @pytest.fixture
@@ -64,3 +66,19 @@ def tiny_llama_with_text(tiny_llama: Path, tmp_path_factory: pytest.TempPathFact
     tokenizer.save(str(directory / "tokenizer.json"))
     (directory / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "eos_token": "</s>", "add_bos_token": True}))
     return directory
+
+
+@pytest.fixture(scope="session")
+def tiny_chat(smollm2_gguf: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Makes a tiny random model with SmolLM2's tokenizer and its chat template, or another template; each is made once."""
+    made: dict[str | None, Path] = {}
+
+    def make(template: str | None = None) -> Path:
+        if template not in made:
+            path = tmp_path_factory.mktemp("tiny-chat") / "tiny.gguf"
+            with open_checkpoint(smollm2_gguf) as checkpoint:
+                write_tiny_chat(path, checkpoint.metadata, template)
+            made[template] = path
+        return made[template]
+
+    return make
