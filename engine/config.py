@@ -9,6 +9,7 @@ from engine.errors import FootplateError
 DEFAULT_MODEL = "smollm2-135m-instruct"
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "bfloat16", "float32")
+CIRCUITS = ("auto", "circuit", "circuit-reference", "legacy")
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +25,7 @@ class EngineConfig:
     model: str = DEFAULT_MODEL
     device: str = "auto"
     dtype: str = "auto"
+    circuit: str = "auto"
     threads: int | None = None
     num_kv_blocks: int | None = None
     block_size: int = 16
@@ -42,6 +44,8 @@ class EngineConfig:
             raise FootplateError(f"--device {self.device!r} is unknown; choose one of {', '.join(DEVICES)}.")
         if self.dtype not in DTYPES:
             raise FootplateError(f"--dtype {self.dtype!r} is unknown; choose one of {', '.join(DTYPES)}.")
+        if self.circuit not in CIRCUITS:
+            raise FootplateError(f"--circuit {self.circuit!r} is unknown; choose one of {', '.join(CIRCUITS)}.")
         for flag in ("threads", "num_kv_blocks", "block_size", "max_seq_len", "max_batch", "max_batch_tokens"):
             value = getattr(self, flag)
             if value is None and flag in ("threads", "num_kv_blocks", "max_seq_len"):

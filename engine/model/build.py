@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from torch import Tensor
 
 from engine.cache.ssm_pool import SsmPool
@@ -13,16 +15,16 @@ from engine.layers.linear import Linear
 from engine.layers.mlp import GatedMlp
 from engine.layers.moe import SharedExpert, SparseMoe
 from engine.layers.norm import RmsNorm
-from engine.weights.store import WeightStore
+from engine.model.forward import PlainLayers
 from kernels.causal_conv.eager import tap_major
 
 
-def build_layers(config: ModelConfig, store: WeightStore, kv_cache: Tensor, ssm: SsmPool | None) -> list[DecoderLayer]:
+def build_layers(config: ModelConfig, tensors: Mapping[str, Tensor], kv_cache: Tensor, ssm: SsmPool | None) -> list[DecoderLayer]:
     """The decoder layers, each with its share of the caches. kv_cache: `[attention layers, 2, slots, kv_heads, head_dim]`."""
     layers: list[DecoderLayer] = []
     num_attention = num_recurrent = 0
     for index, layer in enumerate(config.layers):
-        weights = _LayerWeights(config, store, f"model.layers.{index}.")
+        weights = _LayerWeights(config, tensors, f"model.layers.{index}.")
         mixer: Mixer
         if layer.kind == "attention":
             cache = kv_cache[num_attention]
@@ -36,16 +38,26 @@ def build_layers(config: ModelConfig, store: WeightStore, kv_cache: Tensor, ssm:
     return layers
 
 
+def build_plain(config: ModelConfig, tensors: Mapping[str, Tensor], kv_cache: Tensor, ssm: SsmPool | None) -> PlainLayers:
+    """What `legacy` computes with, from dense tensors by name."""
+    return PlainLayers(
+        build_layers(config, tensors, kv_cache, ssm),
+        RmsNorm(tensors["model.norm.weight"], config.rms_eps),
+        tensors["model.embed_tokens.weight"],
+        Linear(tensors["model.embed_tokens.weight" if config.tied_head else "lm_head.weight"]),
+    )
+
+
 class _LayerWeights:
     """One layer's tensors, by the names they have after its prefix."""
 
-    def __init__(self, config: ModelConfig, store: WeightStore, prefix: str) -> None:
+    def __init__(self, config: ModelConfig, tensors: Mapping[str, Tensor], prefix: str) -> None:
         self.config = config
-        self.store = store
+        self.tensors = tensors
         self.prefix = prefix
 
     def get(self, name: str) -> Tensor:
-        return self.store.get(self.prefix + name)
+        return self.tensors[self.prefix + name]
 
     def linear(self, name: str, bias: bool = False) -> Linear:
         return Linear(self.get(f"{name}.weight"), self.get(f"{name}.bias") if bias else None)

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from engine.batch import BatchBuilder, PlanRow, StepPlan
+from engine.circuit.executor import Executor
 from engine.errors import BatchRefused
 from engine.families.config import ModelConfig, RopeConfig
 from engine.layers.decoder import DecoderLayer
@@ -38,31 +39,50 @@ class Part:
     row_slots: tuple[int, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class PlainLayers:
+    """What `legacy` computes with: the decoder layers, the norm after them, the embedding and the head, all dense."""
+
+    layers: SequenceOf[DecoderLayer]
+    final_norm: RmsNorm
+    embedding: Tensor
+    head: Linear
+
+
 class Forward(ModelForward):
-    """`legacy`: the plain layer loop over the eager kernels."""
+    """The model's one pass: `legacy`, the plain layer loop over the eager kernels, or the executor of a circuit. `serve` says
+    which; before its first call nothing can be computed."""
+
+    layers: SequenceOf[DecoderLayer]
+    final_norm: RmsNorm
+    embedding: Tensor
+    head: Linear
 
     def __init__(
         self,
-        layers: SequenceOf[DecoderLayer],
-        final_norm: RmsNorm,
-        embedding: Tensor,
-        head: Linear,
         config: ModelConfig,
         ropes: Mapping[RopeConfig, RopeTable],
         builder: BatchBuilder,
         lifecycle: Lifecycle,
         logits: Logits,
     ) -> None:
-        self.layers = layers
-        self.final_norm = final_norm
-        self.embedding = embedding
-        self.head = head
+        self.executor: Executor | None = None
         self.ropes = ropes
         self.builder = builder
         self.lifecycle = lifecycle
         self.logits = logits
         self.vocab_size = config.vocab_size
         self.embedding_scale = config.embedding_scale
+
+    def serve(self, plain: PlainLayers | None, executor: Executor | None) -> None:
+        """Compute with `executor` from the next step on, or where it is None with the plain layers. Without those, none are held:
+        the model's weights are packed."""
+        for name in PlainLayers.__slots__:
+            if plain is not None:
+                setattr(self, name, getattr(plain, name))
+            elif hasattr(self, name):
+                delattr(self, name)
+        self.executor = executor
 
     @property
     def kv_block_size(self) -> int:
@@ -130,6 +150,9 @@ class Forward(ModelForward):
     def _compute(self, plan: StepPlan, row_base: int) -> Tensor | None:
         batch = self.builder.build(plan)
         batch.rope = {config: table.rows(batch.positions) for config, table in self.ropes.items()}
+        if self.executor is not None:
+            found = self.executor.run(batch)
+            return None if found is None else self.logits.store(*found, row_base)
         hidden = functional.embedding(batch.token_ids, self.embedding)
         if self.embedding_scale != 1.0:
             # Rounded to the model's dtype first, as Gemma's own code does.

@@ -47,6 +47,10 @@ class WeightStore:
         """The tensor entered as `name`. Raises `KeyError` if there is none."""
         return self._held[name].tensor
 
+    def tensors(self) -> dict[str, Tensor]:
+        """Every tensor, by the name it was entered as."""
+        return {name: held.tensor for name, held in self._held.items()}
+
     @property
     def bytes_total(self) -> int:
         """Bytes of all storages, each counted once however many tensors share it."""
