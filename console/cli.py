@@ -139,12 +139,13 @@ SHAPES = ("smollm2-135m", "qwen3-0.6b", "qwen3-8b")
 
 def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     """The flags that are EngineConfig's fields, in a group of their own."""
-    from engine.config import DEFAULT_MODEL, DEVICES, DTYPES
+    from engine.config import CIRCUITS, DEFAULT_MODEL, DEVICES, DTYPES
 
     group = parser.add_argument_group("engine flags")
     group.add_argument("--model", metavar="M", help=f"checkpoint directory, .gguf file, name or hub id (default {DEFAULT_MODEL})")
     group.add_argument("--device", choices=DEVICES, help="where it runs (default auto: a CUDA GPU if there is one)")
     group.add_argument("--dtype", choices=DTYPES, help="auto: bfloat16 where the hardware computes in it, else float32")
+    group.add_argument("--circuit", choices=CIRCUITS, help="what computes (default auto: the quickest)")
     group.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: the physical cores)")
     group.add_argument("--num-kv-blocks", type=int, metavar="N", help="KV blocks (default: from the memory that is free)")
     group.add_argument("--block-size", type=int, metavar="N", help="tokens a KV block (default 16)")

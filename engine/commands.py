@@ -45,6 +45,27 @@ class FlushPrefixCache(Command):
 
 
 @dataclass(frozen=True, slots=True)
+class SetForward(Command):
+    """Compute with another circuit ("legacy", "circuit-reference", "circuit") from the step after the ticket's on. Refused, with
+    the reason, where it can't serve the model; `result()` is the ForwardView of what serves then."""
+
+    when: ClassVar[When] = "drained"
+
+    name: str
+
+    def describe(self) -> str:
+        return f"serve with {self.name}"
+
+
+@dataclass(frozen=True, slots=True)
+class ProfileStep(Command):
+    """Time each launch of the next step; the view's `profile` shows the sums by rule. Refused where legacy serves."""
+
+    def describe(self) -> str:
+        return "profile one step"
+
+
+@dataclass(frozen=True, slots=True)
 class Wake:
     """An inbox message that only wakes the engine thread."""
 

@@ -13,8 +13,10 @@ from engine.config import EngineConfig
 from engine.errors import MemoryPlanError
 
 if TYPE_CHECKING:
-    from engine.families.config import LayerConfig, ModelConfig
+    from engine.families import ModelConfig, TensorSpec
+    from engine.families.config import LayerConfig
     from engine.memory_plan import MemoryPlan
+    from engine.weights.checkpoint import Checkpoint
 
 UNUSED = "unused"
 """The kind of a tensor that lies in the file and isn't needed."""
@@ -32,13 +34,15 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class InspectedPlan:
-    """The memory plan that the engine's flags lead to on this machine; `refused` says why it doesn't fit, if it doesn't."""
+    """The memory plan that the engine's flags lead to on this machine; `refused` says why it doesn't fit, if it doesn't;
+    `circuit` would serve."""
 
     device: str
     dtype: str
     block_size_tokens: int
     figures: MemoryPlan | None
     refused: str | None = None
+    circuit: str = "legacy"
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,28 +105,24 @@ def inspect_model(path: Path, config: EngineConfig) -> Inspection:
             kinds=_parts((kind_of.get(info.name, UNUSED), prod(info.shape), info.nbytes) for info in infos),
             formats=_parts((info.format, prod(info.shape), info.nbytes) for info in infos),
             unreadable_formats=tuple(sorted({info.format for info in needed} - set(FORMATS))),
-            plan=_plan(model, sum(prod(spec.shape) for spec in specs), config),
+            plan=_plan(model, specs, checkpoint, config),
         )
 
 
-def _plan(model: ModelConfig, weights_elements: int, config: EngineConfig) -> InspectedPlan:
+def _plan(model: ModelConfig, specs: list[TensorSpec], checkpoint: Checkpoint, config: EngineConfig) -> InspectedPlan:
     from engine.device import choose_device
-    from engine.memory_plan import plan_memory
+    from engine.model.circuit import chosen
+    from engine.model.transformer import packed_at_load, planned
 
     device = choose_device(config)
+    packed = packed_at_load(model, config, specs, checkpoint, device)
     named = (str(device.torch_device), device.dtype_name, config.block_size)
+    circuit = chosen(config.circuit, bool(packed))
     try:
-        plan = plan_memory(
-            model,
-            config,
-            weights_elements=weights_elements,
-            itemsize=device.dtype.itemsize,
-            available_bytes=device.available_bytes(),
-            on_gpu=device.is_cuda,
-        )
+        plan = planned(model, config, specs, packed, device)
     except MemoryPlanError as error:  # worth knowing before a load; what the model is stays worth showing
-        return InspectedPlan(*named, None, str(error))
-    return InspectedPlan(*named, plan)
+        return InspectedPlan(*named, None, str(error), circuit)
+    return InspectedPlan(*named, plan, circuit=circuit)
 
 
 def _layers(model: ModelConfig) -> dict[str, int]:
@@ -176,7 +176,7 @@ def as_lines(inspection: Inspection) -> list[str]:
 
 
 def _plan_lines(plan: InspectedPlan) -> list[str]:
-    head = f"memory plan ({plan.device}, {plan.dtype})"
+    head = f"memory plan ({plan.device}, {plan.dtype}, forward {plan.circuit})"
     if plan.figures is None:
         return [head, f"  refused: {plan.refused}"]
     figures = plan.figures

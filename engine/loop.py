@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from engine.commands import CancelRequest, Command, FlushPrefixCache, LoadState, SaveState, Ticket, Wake
+from engine.commands import CancelRequest, Command, FlushPrefixCache, LoadState, ProfileStep, SaveState, SetForward, Ticket, Wake
 from engine.commit import commit, finish
 from engine.device import read_memory
 from engine.errors import CommandRefused, FootplateError, InvariantBroken
@@ -146,6 +146,14 @@ class EngineLoop:
             return None
         if isinstance(command, FlushPrefixCache):
             return self.model.lifecycle.reclaim_prefix_blocks(self.model.lifecycle.num_total_blocks)
+        if isinstance(command, SetForward):
+            # Between two steps nothing is in flight and the last one is committed.
+            self.model.circuit.set_forward(command.name)
+            self._memory = None
+            return self.model.circuit.forward_disclosure()
+        if isinstance(command, ProfileStep):
+            self.model.circuit.profile_next_step()
+            return None
         raise CommandRefused(f"this engine doesn't know the command {type(command).__name__}.")
 
     # One step
@@ -233,6 +241,7 @@ class EngineLoop:
                 state="running" if num_running or scheduler.waiting else "idle",
                 model=self._model_view,
                 forward=self.model.circuit.forward_disclosure(),
+                profile=self.model.circuit.last_profile(),
                 step=self.step,
                 kv=self.model.lifecycle.blocks.view(),
                 ssm=self.model.ssm_view(),

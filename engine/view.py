@@ -63,6 +63,18 @@ class ForwardView:
 
 
 @dataclass(frozen=True, slots=True)
+class LaunchView:
+    """What the launches of one rule are: the kernel, its numerics against legacy ("reference", "bit_identical", "differs"), how
+    many there are in a step, and their microseconds together in the step profiled last (None: none was)."""
+
+    rule: str
+    kernel: str
+    numerics: str
+    count: int
+    total_us: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class KvView:
     """The paged KV cache. `states`, `refs`: one byte a block (`BlockState`; reference count, 255 means 255 or more).
     `owners`: int32 a block, native order (`memoryview(owners).cast("i")`): the request id, −1 none. `touched_steps`:
@@ -197,6 +209,7 @@ class EngineView:
     loading: LoadProgress | None = None
     model: ModelView | None = None
     forward: ForwardView | None = None
+    profile: tuple[LaunchView, ...] = ()
     step: int = 0
     kv: KvView | None = None
     ssm: SsmView | None = None

@@ -3,25 +3,15 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from collections import Counter
 
 from torch import Tensor
 
 from engine.batch import Batch
 from engine.circuit.plan import Plan
 from engine.circuit.rules import Step
+from engine.view import LaunchView
 from kernels.attention.fused import PageRuns
-
-
-@dataclass(frozen=True, slots=True)
-class LaunchTime:
-    """What one rule took of a profiled step: how often it ran, and microseconds in all."""
-
-    rule: str
-    kernel: str
-    numerics: str
-    count: int
-    total_us: float
 
 
 class Executor:
@@ -33,7 +23,8 @@ class Executor:
         self._launches = tuple(launch.run for launch in plan.launches)
         self._to_logits = next(i for i, launch in enumerate(plan.launches) if launch.ops[0].kind == "select_rows")
         self._profile_next = False
-        self.last_profile: tuple[LaunchTime, ...] = ()
+        counts = Counter((launch.rule, launch.kernel, launch.numerics) for launch in plan.launches)
+        self.profile = tuple(LaunchView(*rule, count) for rule, count in counts.items())
 
     def run(self, batch: Batch) -> tuple[Tensor, Tensor] | None:
         """(normed hidden rows `[num_logits, hidden]`, logits `[num_logits, vocab]`) of the rows that get logits, if
@@ -49,7 +40,7 @@ class Executor:
         return (step.registers["hidden"], step.registers["logits"]) if wants_logits else None
 
     def profile_next_step(self) -> None:
-        """Time each launch of the next step; `last_profile` then holds the sums by rule."""
+        """Time each launch of the next step; `profile` then holds the sums by rule."""
         self._profile_next = True
 
     def _run_timed(self, step: Step, count: int) -> None:
@@ -61,4 +52,4 @@ class Executor:
             times, total = sums.get(key, (0, 0.0))
             sums[key] = (times + 1, total + (time.perf_counter() - begin) * 1e6)
         self._profile_next = False
-        self.last_profile = tuple(LaunchTime(*key, *total) for key, total in sums.items())
+        self.profile = tuple(LaunchView(*rule, *times) for rule, times in sums.items())

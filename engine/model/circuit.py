@@ -18,11 +18,17 @@ from engine.families.config import ModelConfig
 from engine.model.base import ModelCircuit
 from engine.model.forward import Forward, PlainLayers
 from engine.model.weights import ModelWeights
-from engine.view import ForwardView
+from engine.view import ForwardView, LaunchView
 from kernels.packed_linear.fused import Scratch
 
 LEGACY, REFERENCE, FUSED = "legacy", "circuit-reference", "circuit"
 CIRCUITS = (LEGACY, REFERENCE, FUSED)
+
+
+def chosen(name: str, packed: bool) -> str:
+    """The circuit that the flag's `name` stands for: "auto" is the circuit where the model's weights are held packed, which it wins
+    by computing from, and else legacy."""
+    return name if name != "auto" else FUSED if packed else LEGACY
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +82,7 @@ class Circuit(ModelCircuit):
 
     def start(self, name: str) -> None:
         """Serve with `name` from the start; "auto": the circuit where the model was loaded packed, else legacy."""
-        self._serve(self._made((FUSED if self._weights.loaded_packed else LEGACY) if name == "auto" else name))
+        self._serve(self._made(chosen(name, self._weights.loaded_packed)))
 
     def set_forward(self, name: str) -> None:
         """Serve with circuit `name` from the next step. Raises `Unsupported` with the reason where it can't serve this model;
@@ -91,6 +97,17 @@ class Circuit(ModelCircuit):
         if plan is None:
             return ForwardView(name=LEGACY, digest="", launches_per_step=None)
         return ForwardView(name=plan.name, digest=plan.digest, launches_per_step=plan.launches_per_step)
+
+    def last_profile(self) -> tuple[LaunchView, ...]:
+        """The rules of the plan that serves, with what each took of the step profiled last; empty for legacy."""
+        executor = self._served.executor
+        return executor.profile if executor is not None else ()
+
+    def profile_next_step(self) -> None:
+        """Time each launch of the next step. Raises `Unsupported` for legacy, which has no launches to time."""
+        if self._served.executor is None:
+            raise Unsupported("legacy has no plan to profile; serve with a circuit first.")
+        self._served.executor.profile_next_step()
 
     def _serve(self, served: _Served) -> None:
         self._forward.serve(served.plain, served.executor)

@@ -180,8 +180,8 @@ def load_model(
     family, config = identify(checkpoint)
     specs = match_tensors(family, config, checkpoint)
     groups = packable(config, specs, checkpoint, device)
-    packed = bool(groups) and engine_config.circuit in ("auto", "circuit")
-    plan = planned(config, engine_config, specs, groups if packed else (), device)
+    packed = packed_at_load(config, engine_config, specs, checkpoint, device)
+    plan = planned(config, engine_config, specs, packed, device)
     total = sum(checkpoint.tensors[part.source].nbytes for spec in specs for part in spec.parts)
     done = 0
 
@@ -214,12 +214,12 @@ def load_model(
         weights = ModelWeights(
             store,
             groups,
-            read_packed(groups, checkpoint, store, note) if packed else None,
+            read_packed(packed, checkpoint, store, note) if packed else None,
             checkpoint.path,
             read_dense,
             device.dtype,
         )
-        held = {name for group in groups for name in group.names} if packed else set()
+        held = {name for group in packed for name in group.names}
         for spec in specs:
             if spec.name not in held:
                 _enter(config, spec, read(spec), device, store)
@@ -227,6 +227,13 @@ def load_model(
     except BaseException:
         store.teardown()
         raise
+
+
+def packed_at_load(
+    config: ModelConfig, engine_config: EngineConfig, specs: SequenceOf[TensorSpec], checkpoint: Checkpoint, device: Device
+) -> SequenceOf[PackedGroup]:
+    """What a load holds packed: all that can be, where the circuit asked for computes from it."""
+    return packable(config, specs, checkpoint, device) if engine_config.circuit in ("auto", "circuit") else ()
 
 
 def random_model(config: ModelConfig, engine_config: EngineConfig, device: Device, seed: int = 0) -> TransformerModel:
