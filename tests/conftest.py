@@ -49,3 +49,15 @@ def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("tiny-llama")
     model.save_pretrained(directory)
     return directory
+
+
+@pytest.fixture(scope="session")
+def tiny_hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random Qwen3.5 checkpoint directory of 512 ids: two recurrent layers, one attention layer between them."""
+    from tiny_hybrids import make_qwen3_5
+
+    kinds = ["linear_attention", "full_attention", "linear_attention"]
+    model = make_qwen3_5(vocab_size=512, num_hidden_layers=3, layer_types=kinds)
+    directory = tmp_path_factory.mktemp("tiny-hybrid")
+    model.save_pretrained(directory)
+    return directory
