@@ -17,6 +17,7 @@ from console.panes.events import EventsPane
 from console.panes.kv_blocks import KvPane
 from console.panes.memory import MemoryPane
 from console.panes.pane import Pane
+from console.panes.recurrent import RecurrentPane
 from console.screens.help import HelpScreen
 from console.widgets.bars import HeaderBar, KeyBar, Tab, TabBar, active_keys
 from console.widgets.figures import count
@@ -43,7 +44,9 @@ class MainScreen(Screen[None]):
         self._maximised = False
         self.chats = ChatsPane(bridge, id="chats")
         self.engine = EnginePane(id="engine")
-        self.panes: tuple[Pane, ...] = (self.chats, KvPane(id="kv"), MemoryPane(id="memory"), self.engine)
+        self._recurrent = RecurrentPane(id="recurrent")
+        self._has_state = False
+        self._every: tuple[Pane, ...] = (self.chats, KvPane(id="kv"), self._recurrent, MemoryPane(id="memory"), self.engine)
         self._current: Pane = self.chats
         self._events = EventsPane(lambda: bridge.tickets, id="events")
         self._header = HeaderBar(id="header")
@@ -56,14 +59,22 @@ class MainScreen(Screen[None]):
         with Container(id="panes"):
             yield self.chats
             with Container(id="instruments"):
-                yield from self.panes[1:]
+                yield from self._every[1:]
         yield self._events
         yield self._keys
+
+    @property
+    def panes(self) -> tuple[Pane, ...]:
+        """The panes this model has use for: recurrent state is a hybrid model's."""
+        return tuple(pane for pane in self._every if pane is not self._recurrent or self._has_state)
 
     # -- drawing
 
     def show(self, view: EngineView, now: float) -> None:
         """Draw `view` at the console's time `now`."""
+        if (view.ssm is not None) != self._has_state:
+            self._has_state = view.ssm is not None
+            self._arrange()
         self._header.show(view)
         for pane in (*self.panes, self._events):
             if pane.display and pane.is_mounted:
@@ -104,8 +115,9 @@ class MainScreen(Screen[None]):
         self._keys.display = height > 5
         self._events.display = height >= TALL and not (self._maximised and self.tabbed)
         self._events.set_class(self.tabbed, "-flat")
-        for pane in self.panes:
-            pane.display = not alone or pane is self._current
+        self.set_class(self._has_state, "-hybrid")
+        for pane in self._every:
+            pane.display = pane in self.panes and (not alone or pane is self._current)
             pane.set_class(self.tabbed and not self._maximised, "-flat")
         self.query_one("#instruments").display = not alone or self._current is not self.chats
         self._tabs.redraw()
@@ -127,6 +139,8 @@ class MainScreen(Screen[None]):
                 return "There is no prompt to answer again."
         if binding_id == "chat.copy" and not chats.last_answer_text:
             return "There is no answer to copy."
+        if binding_id == "pane.recurrent" and not self._has_state:
+            return "This model has no recurrent layers."
         if binding_id == "request.cancel" and self.engine.selected_request is None:
             return "No request is running or waiting."
         return None
@@ -139,6 +153,8 @@ class MainScreen(Screen[None]):
 
     def action_focus_pane(self, pane_id: str) -> None:
         """Show and focus a pane."""
+        if pane_id == self._recurrent.id and self._refused("pane.recurrent"):
+            return
         self._focus_pane(next(pane for pane in self.panes if pane.id == pane_id))
 
     def action_focus_pane_by(self, by: int) -> None:
