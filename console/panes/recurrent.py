@@ -13,7 +13,9 @@ from console.widgets.rows import Part, Row, Rows, clip, padded, spread, wrapped
 from engine.view import EngineView, RequestView, SsmView
 
 _NAME_CELLS = 10
-_BAR_CELLS = 12
+_BAR_CELLS = (7, 12)
+"""A bar's cells in a pane narrower than `_WIDE`, and in others."""
+_WIDE = 70
 
 
 class RecurrentPane(Pane):
@@ -96,14 +98,14 @@ and why it wasn't more."""
 
     def _request(self, request: RequestView, width: int) -> list[Row]:
         name = padded(one_line(request.title, 60) or f"#{request.request_id}", _NAME_CELLS)
-        whole = max(request.prompt_tokens, 1)
+        whole, bar = max(request.prompt_tokens, 1), _BAR_CELLS[width >= _WIDE]
         row: Row = (
             Part(name + " "),
             Part("kv ", "dim"),
-            *_bar(request.kv_matched_tokens, whole, "kv-cached"),
+            *_bar(request.kv_matched_tokens, whole, bar, "kv-cached"),
             Part(f" {count(request.kv_matched_tokens):>6}  ", "strong"),
             Part("usable ", "dim"),
-            *_bar(request.cached_tokens, whole, "kv-active"),
+            *_bar(request.cached_tokens, whole, bar, "kv-active"),
             Part(f" {count(request.cached_tokens):>6}", "strong"),
         )
         if not request.cache_note:
@@ -112,6 +114,6 @@ and why it wasn't more."""
         return [row, *((Part("  " + line, "dim"),) for line in wrapped(note, max(4, width - 2)))]
 
 
-def _bar(value: int, whole: int, ink: str) -> tuple[Part, Part]:
-    filled = -(-min(value, whole) * _BAR_CELLS // whole)
-    return Part("▇" * filled, ink), Part("·" * (_BAR_CELLS - filled), "dim")
+def _bar(value: int, whole: int, cells: int, ink: str) -> tuple[Part, Part]:
+    filled = -(-min(value, whole) * cells // whole)
+    return Part("▇" * filled, ink), Part("·" * (cells - filled), "dim")
