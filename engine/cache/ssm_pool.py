@@ -78,6 +78,12 @@ class SsmPool:
             raise BatchRefused("this engine keeps no draft rows of recurrent state; start it with --ssm-draft-rows.")
         return self._first_draft + live * self.sizes.rows_per_live + self.sizes.draft_rows
 
+    def slots_of(self, live: int) -> list[int]:
+        """A live slot and all that belong to it, in one order for all: its ring, its draft rows, its checkpoint."""
+        first = self._first_draft + live * self.sizes.rows_per_live
+        rings = [self.ring_slot(live, entry) for entry in range(RING_ENTRIES)]
+        return [live, *rings, *range(first, first + self.sizes.rows_per_live)]
+
     def claim_live(self, slot: int) -> None:
         """Take one particular live slot, contents left as they are."""
         if slot not in self._free_live:

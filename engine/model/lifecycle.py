@@ -212,8 +212,8 @@ class Lifecycle(ModelLifecycle):
         return True
 
     def compact_sequence(self, seq: Sequence, new_slot: int) -> None:
-        """Move the sequence's recurrent state, its ring included, to live slot `new_slot`: a free one, or that of a retired
-        sequence, which must then be detached (`detach_slot_for_reuse`) at once."""
+        """Move the sequence's recurrent state, its ring and draft rows included, to live slot `new_slot`: a free one, or that of a
+        retired sequence, which must then be detached (`detach_slot_for_reuse`) at once."""
         if self.ssm is None or new_slot == seq.ssm_slot:
             return
         if self.ssm.pool.is_free_live(new_slot):
@@ -231,7 +231,9 @@ class Lifecycle(ModelLifecycle):
         self.prefix.check()
         if self.ssm is not None:
             pending = [slot for seq in self._live.values() for slot, _ in seq.pending_snapshots]
-            self.ssm.pool.check((seq.ssm_slot for seq in self._live.values()), [*self.prefix.snapshots(), *pending])
+            # A sequence whose slot was detached holds none until it is freed.
+            slots = [seq.ssm_slot for seq in self._live.values() if seq.ssm_slot >= 0]
+            self.ssm.pool.check(slots, [*self.prefix.snapshots(), *pending])
         rows = sorted([*self._live, *self._free_rows])
         if rows != list(range(len(rows))):
             raise InvariantBroken(f"sequence rows {rows} aren't each free or held once.")

@@ -75,11 +75,10 @@ class SsmState(ModelSsmState):
             self.pool.free_snapshot(slot)
 
     def move(self, seq: Sequence, new_slot: int) -> None:
-        """Move the state and the ring to another live slot, which the caller has taken, and free the old one."""
+        """Move the state, the ring and what a verify left to another live slot, which the caller has taken; free the old one."""
         old = seq.ssm_slot
-        self.pool.copy(old, new_slot)
-        for entry in range(RING_ENTRIES):
-            self.pool.copy(self.pool.ring_slot(old, entry), self.pool.ring_slot(new_slot, entry))
+        for source, target in zip(self.pool.slots_of(old), self.pool.slots_of(new_slot), strict=True):
+            self.pool.copy(source, target)
         self.pool.free_live(old)
         seq.ssm_slot = new_slot
 
@@ -91,15 +90,23 @@ class SsmState(ModelSsmState):
         seq.ring_tokens[ring_slot] = seq.num_computed_tokens
 
     def restore_decode_ssm_snapshot(self, seq: Sequence, ring_slot: int) -> None:
-        """Make the state of a ring entry the sequence's own, and its token count the sequence's computed tokens."""
+        """Make the state of a ring entry the sequence's own, and its token count the sequence's computed tokens. Raises
+        `BatchRefused` for an entry that was never written, or lies within what the prefix cache holds of the sequence: going on
+        from there would overwrite it."""
         tokens = seq.ring_tokens[ring_slot]
         if tokens is None:
             raise BatchRefused(f"ring entry {ring_slot} of the sequence in row {seq.row} was never written.")
+        cached = len(seq.block_keys) * self.block_size
+        if tokens < cached:
+            raise BatchRefused(f"the sequence can't go back to {tokens} tokens: the prefix cache holds its first {cached}.")
         self.pool.copy(self.pool.ring_slot(seq.ssm_slot, ring_slot), seq.ssm_slot)
         seq.num_computed_tokens = tokens
+        # A later entry is of tokens that may be others when the sequence comes there again.
+        seq.ring_tokens = [None if at is not None and at > tokens else at for at in seq.ring_tokens]
 
     def after_step(self, part: PlanRow) -> None:
-        """Once a step's state is final: note its snapshots, and at a block boundary copy it into the older ring entry."""
+        """Once a step's state is final: note its snapshots, and at a block boundary copy it into the older ring entry. The state
+        of a verify is final when it is settled (`after_verify`)."""
         seq = part.seq
         if part.q_len == 1:
             # A single row goes through the recurrent step, which writes the live slot alone.
@@ -107,13 +114,20 @@ class SsmState(ModelSsmState):
                 self.pool.copy(seq.ssm_slot, slot)
         for offset, slot in part.snapshots:
             seq.pending_snapshots.append((slot, seq.num_computed_tokens - part.q_len + offset))
-        if seq.num_computed_tokens % self.block_size == 0 and seq.num_computed_tokens:
-            older = min(range(RING_ENTRIES), key=lambda entry: seq.ring_tokens[entry] or -1)
-            self.save_decode_ssm_snapshot(seq, older)
+        if seq.num_computed_tokens % self.block_size == 0 and seq.num_computed_tokens and not part.row_slots:
+            self.save_decode_ssm_snapshot(seq, self._older_entry(seq))
 
-    def forget_ring_after(self, seq: Sequence) -> None:
-        """Drop the ring entries of tokens that were taken back."""
-        seq.ring_tokens = [None if at is not None and at > seq.num_computed_tokens else at for at in seq.ring_tokens]
+    def after_verify(self, seq: Sequence, first: int) -> None:
+        """Once a verify from token `first` on is settled: copy the state at the last block boundary among its accepted rows into
+        the older ring entry."""
+        boundary = seq.num_computed_tokens // self.block_size * self.block_size
+        if boundary > first:
+            entry = self._older_entry(seq)
+            self.pool.copy(self.pool.draft_slot(seq.ssm_slot, boundary - first - 1), self.pool.ring_slot(seq.ssm_slot, entry))
+            seq.ring_tokens[entry] = boundary
+
+    def _older_entry(self, seq: Sequence) -> int:
+        return min(range(RING_ENTRIES), key=lambda entry: seq.ring_tokens[entry] or -1)
 
     def decode_marconi_checkpoint(self, seq: Sequence) -> None:
         """During decode, every `checkpoint_interval` tokens, keep the state at a block boundary as a snapshot, so that a long

@@ -41,9 +41,9 @@ class Verify(ModelVerify):
     def accept(self, seq: Sequence, num_accepted: int, k: int) -> None:
         """Keep the first `num_accepted` of the last verify's k rows (anchor included) and take the others back: the recurrent
         state goes to the row's own, the rejected rows' KV is overwritten by what comes."""
-        ssm = self.lifecycle.ssm
+        ssm, first = self.lifecycle.ssm, seq.num_computed_tokens - k
         if ssm is not None and num_accepted < k:
             ssm.rollback_ssm_states(seq, num_accepted)
         seq.take_back(k - num_accepted)
         if ssm is not None:
-            ssm.forget_ring_after(seq)
+            ssm.after_verify(seq, first)
