@@ -6,6 +6,7 @@ and takes it; it never waits for the disk.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import queue
 import tempfile
@@ -40,7 +41,7 @@ class Spill:
     def __init__(self, directory: Path, write: Write, read: Read) -> None:
         try:
             directory.mkdir(parents=True, exist_ok=True)
-            self._folder = tempfile.TemporaryDirectory(dir=directory, prefix="footplate-spill-")
+            self._folder = tempfile.TemporaryDirectory(dir=directory, prefix="footplate-spill-", ignore_cleanup_errors=True)
         except OSError as error:
             reason = error.strerror or str(error)
             raise FootplateError(f"--spill-dir {directory}: {reason}; choose a directory that can be written.") from error
@@ -81,7 +82,7 @@ class Spill:
         if entry is not None:
             with entry.lock:
                 entry.where = "lost"
-            self._work.put(lambda: self._path(entry).unlink(missing_ok=True))
+            self._work.put(lambda: self._remove(entry))
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -113,13 +114,18 @@ class Spill:
             if entry.where == "memory":
                 entry.where, entry.tensors = "disk", None
 
+    def _remove(self, entry: _Entry) -> None:
+        # What can't be removed is left for `close`: the thread must live on.
+        with contextlib.suppress(OSError):
+            self._path(entry).unlink(missing_ok=True)
+
     def _from_disk(self, entry: _Entry) -> None:
         try:
             path = self._path(entry)
             with path.open("rb") as file:
                 token_ids, tensors = self._read(file, path.stat().st_size)
             found = tensors if token_ids == entry.token_ids else None
-        except (FootplateError, OSError):
+        except (FootplateError, OSError, MemoryError):
             found = None
         with entry.lock:
             entry.where, entry.tensors = ("lost", None) if found is None else ("memory", found)
