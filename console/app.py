@@ -8,6 +8,7 @@ by main force and the process ends.
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import signal
@@ -77,6 +78,7 @@ class ConsoleApp(App[int]):
         self.bridge = Bridge(engine)
         self._clock = clock
         self._tick_s = tick_s
+        self.animation_level = "none"
         self.loop: asyncio.AbstractEventLoop | None = None
         self._main = MainScreen(self.bridge)
         self._filters.append(_LastGate())
@@ -173,6 +175,7 @@ def run_on(engine: EngineLike) -> int:
         print(f"footplate: the console met an error of its own; {log_path()} holds the details.", file=sys.stderr)
     elif view.state == "failed":
         print(f"footplate: engine stopped: {one_line(view.error or 'no reason was given.')}", file=sys.stderr)
+    gc.freeze()  # or the interpreter's last collection visits every object torch has made, for half a second
     if not closed:
         # The engine thread is inside a call that can't be interrupted; the interpreter's own end would wait for it or crash.
         sys.stdout.flush()

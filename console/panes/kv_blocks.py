@@ -98,7 +98,8 @@ written or read."""
                         Part(f" {name}" if names else "", "dim"),
                         Part(f" {count(number)}{gap}", "strong" if number else "dim"),
                     ]
-            if row_cells(tuple(parts)) - len(gap) <= width:
+            parts[-1] = parts[-1]._replace(text=parts[-1].text.rstrip())
+            if row_cells(tuple(parts)) <= width:
                 break
         return [tuple(parts)]
 

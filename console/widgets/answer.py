@@ -10,13 +10,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import MutableMapping
-from typing import Any
+from typing import Any, Self
 
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
 from textual.content import Content
+from textual.geometry import Region
 from textual.widgets import Markdown, Static
-from textual.widgets._markdown import MarkdownFence
+from textual.widgets._markdown import MarkdownFence, MarkdownParagraph
 
 from console.sanitise import Sanitiser, sanitise
 
@@ -90,6 +91,35 @@ def _plain_links(children: list[Token]) -> list[Token]:
     return plain
 
 
+class Paragraph(MarkdownParagraph):
+    """A paragraph that grows at its end without laying out the screen or painting its earlier lines again, while its height
+    stays. Most of a streaming answer's cost is in those two."""
+
+    _grown: tuple[Region, ...] | None = None
+
+    def set_content(self, content: Content) -> None:
+        width, height = self.content_size
+        if not (self.is_attached and width and height):
+            super().set_content(content)
+            return
+        before = self._content.wrap(width)
+        after = content.wrap(width)
+        self._content = content
+        if len(after) != height or len(before) != height:
+            self.update(content)
+            return
+        changed = [y for y, (old, new) in enumerate(zip(before, after, strict=True)) if not old.is_same(new)]
+        if changed:
+            self._grown = tuple(Region(0, y, width, 1) for y in changed)
+            self.update(content, layout=False)
+            self._grown = None
+
+    def refresh(self, *regions: Region, repaint: bool = True, layout: bool = False, recompose: bool = False) -> Self:
+        if self._grown is not None and not regions:
+            regions = self._grown
+        return super().refresh(*regions, repaint=repaint, layout=layout, recompose=recompose)
+
+
 class CodeBlock(MarkdownFence):
     """A fenced block, coloured only where its language is named (guessing tries every lexer there is, for seconds) and while
     it is short enough to be coloured anew ten times a second."""
@@ -109,6 +139,7 @@ class AnswerText(Markdown):
 
     BLOCKS = {  # noqa: RUF012  # Textual declares it so
         **Markdown.BLOCKS,
+        "paragraph_open": Paragraph,
         "fence": CodeBlock,
         "code_block": CodeBlock,
     }

@@ -8,7 +8,7 @@ from console.widgets.figures import apportion
 
 _EIGHTHS = " ▁▂▃▄▅▆▇█"
 _LEFT_EIGHTHS = " ▏▎▍▌▋▊▉█"
-FILLS = "█▓▒░▚▞▄▀"
+FILLS = "█▓▒▚▞▄▀░"
 """One fill per part of a stacked bar, so that parts differ without colour too."""
 
 Values = Sequence[float | None]

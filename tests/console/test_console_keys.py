@@ -36,15 +36,14 @@ async def test_enter_on_an_empty_prompt_sends_nothing() -> None:
         assert console.chats.conversation.turns == []
 
 
-@pytest.mark.parametrize("newline", ["ctrl+j", "shift+enter", "alt+enter", "ctrl+enter"])
-async def test_a_new_line_can_be_typed_in_every_terminal(newline: str) -> None:
+async def test_a_new_line_can_be_typed_in_every_terminal() -> None:
     async with driven() as console:
-        await console.press("a", newline, "b")
-        assert console.prompt.text == "a\nb"
-        assert console.prompt.size.height == 2
+        await console.press("a", "ctrl+j", "b", "shift+enter", "c", "alt+enter", "d", "ctrl+enter", "e")
+        assert console.prompt.text == "a\nb\nc\nd\ne"
+        assert console.prompt.size.height == 5
         await console.press("enter")
         await console.until_submitted(1)
-        assert console.engine.submitted[0]["messages"][0]["content"] == "a\nb"
+        assert console.engine.submitted[0]["messages"][0]["content"] == "a\nb\nc\nd\ne"
 
 
 async def test_letters_and_digits_are_typed_while_the_prompt_has_the_focus() -> None:
@@ -209,19 +208,19 @@ async def test_copy_says_so_when_no_file_can_be_written(monkeypatch: pytest.Monk
     assert "no copy in a file" in clipboard.save_copy("text")
 
 
-@pytest.mark.parametrize(
-    ("key", "pane", "words"),
-    [("1", "chats", "prefix cache"), ("2", "kv", "pinned"), ("6", "memory", "add up"), ("7", "engine", "gap")],
-)
-async def test_help_explains_the_focused_pane_and_its_keys(key: str, pane: str, words: str) -> None:
+async def test_help_explains_the_focused_pane_and_its_keys() -> None:
     async with driven() as console:
-        await console.press("escape", key, "f1")
-        assert isinstance(console.app.screen, HelpScreen)
-        text = "\n".join(str(static.content) for static in console.app.screen.query(Static))
-        assert words in text
-        assert "^q" in text
         await console.press("escape")
-        assert not isinstance(console.app.screen, HelpScreen)
+        for key, words in (("1", "prefix cache"), ("2", "pinned"), ("6", "add up"), ("7", "gap")):
+            await console.press(key, "f1")
+            assert isinstance(console.app.screen, HelpScreen)
+            text = "\n".join(str(static.content) for static in console.app.screen.query(Static))
+            assert words in text
+            assert "^q" in text
+            await console.press("escape")
+            assert not isinstance(console.app.screen, HelpScreen)
+            if key == "1":  # the prompt has the focus and would take the next digit
+                await console.press("escape")
 
 
 async def test_the_palette_holds_our_actions_and_runs_them() -> None:
