@@ -147,6 +147,7 @@ class Scheduler:
             return
         promised = sum(self._unreserved(job) for job in self.running)
         coming = {key for job in self.running if job.state == "prefill" for key in job.keys}
+        reading = False
         for job in self._next_waiting():
             if not self.lifecycle.num_free_rows or len(self.running) >= self.max_batch:
                 return
@@ -156,20 +157,22 @@ class Scheduler:
             next_key = next((key for key in job.keys if not self.lifecycle.prefix.has(key)), None)
             if next_key in coming:
                 continue
-            spill = self.lifecycle.spill
-            if spill is not None and job.spill_key is not None and not spill.ready(job.spill_key):
-                continue
             needed = promised + -(-(len(tokens) + 1) // self.lifecycle.blocks.block_size)
             # A spilled state comes back whole: it reuses no cached block.
             reusing = tokens if job.spill_key is None else []
             room = self.lifecycle.reclaim_prefix_blocks_for(reusing, 0, needed, job.keys)
             if needed - room.reused_blocks > self.lifecycle.num_free_blocks:
-                if not self.running:
+                if not self.running and not reading:
                     raise InvariantBroken(
                         f"request {job.request.request_id} needs {needed} KV blocks and nothing runs, but only "
                         f"{self.lifecycle.num_free_blocks} of {self.lifecycle.num_total_blocks} are free."
                     )
                 return
+            spill = self.lifecycle.spill
+            if spill is not None and job.spill_key is not None and not spill.ready(job.spill_key):
+                # It is read back now that there is room, which nobody behind may take meanwhile.
+                promised, reading = needed, True
+                continue
             self.waiting.remove(job)
             self._start(job, tokens)
             promised += self._unreserved(job)

@@ -185,11 +185,11 @@ class Lifecycle(ModelLifecycle):
         self.reserve(seq, count if num_blocks is None else num_blocks * self.blocks.block_size)
         self.install_state(seq, state.header.token_ids, tensors)
 
-    def install_state(self, seq: Sequence, token_ids: tuple[int, ...], tensors: list[Tensor]) -> None:
-        """Put a loaded state into an empty sequence that has the blocks for it."""
+    def install_state(self, seq: Sequence, token_ids: tuple[int, ...], tensors: list[Tensor], num_tokens: int = 0) -> None:
+        """Put a loaded state into an empty sequence that has the blocks for it and will hold `num_tokens` known tokens."""
         self.states.install(seq, token_ids, tensors)
         if self.ssm is not None:
-            self.ssm.restored(seq)
+            self.ssm.restored(seq, num_tokens)
 
     # Preempted sequences on disk
 
@@ -207,7 +207,7 @@ class Lifecycle(ModelLifecycle):
             return False
         token_ids, tensors = found
         self.reserve(seq, len(token_ids))
-        self.install_state(seq, token_ids, tensors)
+        self.install_state(seq, token_ids, tensors, len(tokens))
         seq.append(list(tokens[len(token_ids) :]))
         return True
 

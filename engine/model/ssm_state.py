@@ -48,14 +48,27 @@ class SsmState(ModelSsmState):
         if found.snapshot is not None:
             self.pool.copy(found.snapshot, seq.ssm_slot)
             self.save_decode_ssm_snapshot(seq, 0)
-        tail = self.tail_split(num_tokens)
-        points = {found.kv_tokens, tail or 0}
-        seq.snapshot_points = sorted(point for point in points if point > found.num_tokens)
+        self._plan_snapshots(seq, num_tokens, found.kv_tokens)
 
-    def restored(self, seq: Sequence) -> None:
-        """After a saved state was put into the live slot: at a block boundary, let it become a snapshot there."""
+    def restored(self, seq: Sequence, num_tokens: int) -> None:
+        """After a saved state was put into the live slot of a sequence that will hold `num_tokens` known ones: at a block boundary
+        it goes into the ring; the last boundary below the prompt's end gets its snapshot, now or when the prefill comes there."""
         if seq.num_computed_tokens % self.block_size == 0:
             self.save_decode_ssm_snapshot(seq, 0)
+        if seq.num_computed_tokens == self.tail_split(num_tokens):
+            self._keep(seq, seq.ssm_slot, seq.num_computed_tokens)
+        self._plan_snapshots(seq, num_tokens)
+
+    def _keep(self, seq: Sequence, source: int, tokens: int) -> None:
+        """Copy the state in a slot, after `tokens` tokens of the sequence, into a snapshot for when they are cached."""
+        slot = self.prefix.take_snapshot_slot()
+        if slot is not None:
+            self.pool.copy(source, slot)
+            seq.pending_snapshots.append((slot, tokens))
+
+    def _plan_snapshots(self, seq: Sequence, num_tokens: int, junction: int = 0) -> None:
+        points = {junction, self.tail_split(num_tokens) or 0}
+        seq.snapshot_points = sorted(point for point in points if point > seq.num_computed_tokens)
 
     def tail_split(self, num_tokens: int) -> int | None:
         """The largest block multiple below a prompt's length; None for a prompt within one block."""
@@ -135,10 +148,7 @@ class SsmState(ModelSsmState):
         tokens = seq.num_computed_tokens
         if tokens % self.block_size or tokens % self.checkpoint_interval or not tokens:
             return
-        slot = self.prefix.take_snapshot_slot()
-        if slot is not None:
-            self.pool.copy(seq.ssm_slot, slot)
-            seq.pending_snapshots.append((slot, tokens))
+        self._keep(seq, seq.ssm_slot, tokens)
 
     def keep_turn_end(self, seq: Sequence) -> None:
         """Before a finished sequence is cached: the newest ring entry becomes a snapshot of its block boundary."""
@@ -149,10 +159,7 @@ class SsmState(ModelSsmState):
         index = tokens // self.block_size - 1
         if index < len(seq.block_keys) and self.prefix.has_snapshot(seq.block_keys[index]):
             return
-        slot = self.prefix.take_snapshot_slot()
-        if slot is not None:
-            self.pool.copy(self.pool.ring_slot(seq.ssm_slot, entry), slot)
-            seq.pending_snapshots.append((slot, tokens))
+        self._keep(seq, self.pool.ring_slot(seq.ssm_slot, entry), tokens)
 
     def attach_pending(self, seq: Sequence) -> None:
         """Tie the sequence's written snapshots to its cached blocks; those that find none are given back."""
