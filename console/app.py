@@ -78,6 +78,7 @@ class ConsoleApp(App[int]):
         self.bridge = Bridge(engine)
         self._clock = clock
         self._tick_s = tick_s
+        self._has_loaded = False
         self.animation_level = "none"
         self.loop: asyncio.AbstractEventLoop | None = None
         self._main = MainScreen(self.bridge)
@@ -109,6 +110,9 @@ class ConsoleApp(App[int]):
         """Drain the engine and draw what changed."""
         now = self._clock()
         self.bridge.tick(now)
+        if self.terminal is not None and not self._has_loaded and self.bridge.view.state != "loading":
+            self._has_loaded = True
+            gc.freeze()  # what torch and the model made stays; collections that visit it hold decode up by tenths of a second
         if self._main.is_mounted:
             self._main.show(self.bridge.view, now)
 

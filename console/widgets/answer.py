@@ -96,15 +96,19 @@ class Paragraph(MarkdownParagraph):
     stays. Most of a streaming answer's cost is in those two."""
 
     _grown: tuple[Region, ...] | None = None
+    _wrapped: tuple[int, Content, list[Content]] | None = None
+    """Width, content and lines of the last wrap."""
 
     def set_content(self, content: Content) -> None:
         width, height = self.content_size
         if not (self.is_attached and width and height):
             super().set_content(content)
             return
-        before = self._content.wrap(width)
+        known = self._wrapped
+        before = known[2] if known is not None and known[0] == width and known[1] is self._content else self._content.wrap(width)
         after = content.wrap(width)
         self._content = content
+        self._wrapped = (width, content, after)
         if len(after) != height or len(before) != height:
             self.update(content)
             return
