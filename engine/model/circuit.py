@@ -38,7 +38,7 @@ class _Served:
     name: str
     plain: PlainLayers | None
     executor: Executor | None
-    num_scratch_bytes: int = 0
+    site: Site | None = None
 
     @property
     def plan(self) -> Plan | None:
@@ -71,6 +71,11 @@ class Circuit(ModelCircuit):
         return self._served.plan
 
     @property
+    def site(self) -> Site | None:
+        """What the plan that serves was compiled for, None for legacy."""
+        return self._served.site
+
+    @property
     def executor(self) -> Executor | None:
         """What runs the plan, None for legacy."""
         return self._served.executor
@@ -78,7 +83,7 @@ class Circuit(ModelCircuit):
     @property
     def num_scratch_bytes(self) -> int:
         """Bytes that the circuit that serves dequantises into."""
-        return self._served.num_scratch_bytes
+        return self.site.scratch.num_bytes if self.site is not None else 0
 
     def start(self, name: str) -> None:
         """Serve with `name` from the start; "auto": the circuit where the model was loaded packed, else legacy."""
@@ -136,7 +141,7 @@ class Circuit(ModelCircuit):
             rules = (*PACKED_RULES, *REFERENCE_RULES) if name == FUSED else REFERENCE_RULES
             site = self._site(plain, packed)
             plan = compile_plan(name, model_ops(self._config), rules, site)
-            return _Served(name, plain, Executor(plan, self._kv_cache), site.scratch.num_bytes)
+            return _Served(name, plain, Executor(plan, self._kv_cache), site)
         except BaseException:
             if not held:
                 self._weights.give_back()

@@ -9,7 +9,7 @@ from kernels.packed_linear.packing import GROUP, PackedWeight, tile_rows
 
 
 def packed_embedding(ids: Tensor, weight: PackedWeight) -> Tensor:
-    """Rows `ids` (int64 `[rows]`) of the weight, bfloat16 `[rows, num_columns]`."""
+    """Rows `ids` (int64 `[rows]`) of the weight, fp32 `[rows, num_columns]`."""
     tile, half = tile_rows(), tile_rows() // 2
     width = weight.planes * weight.num_columns
     tiles = weight.tiles.view(-1, width, half)
@@ -20,4 +20,4 @@ def packed_embedding(ids: Tensor, weight: PackedWeight) -> Tensor:
     scales, zeros = weight.scales_zeros[:, ids].float().unsqueeze(-2).unbind(-1)  # [groups, rows, 1]
     by_group = quanta.view(ids.shape[0], -1, GROUP).transpose(0, 1)
     rows = ((by_group.float() - 8.0) * scales + zeros).transpose(0, 1).reshape(ids.shape[0], weight.planes, -1)
-    return rows.sum(1).to(torch.bfloat16)
+    return rows.sum(1)

@@ -67,11 +67,16 @@ def pack(parts: list[Quanta], num_columns: int) -> PackedWeight:
     at = 0
     for part in parts:
         end = at + part.planes[0][0].shape[0]
+        lost = torch.zeros_like(part.planes[0][1])
         for plane, (q, scales, zeros) in enumerate(part.planes):
             quanta[at:end, plane * num_columns : (plane + 1) * num_columns] = q
             groups = slice(plane * num_columns // GROUP, (plane + 1) * num_columns // GROUP)
-            scales_zeros[groups, at:end, 0] = scales.T.to(torch.bfloat16)
-            scales_zeros[groups, at:end, 1] = zeros.T.to(torch.bfloat16)
+            rounded = scales.to(torch.bfloat16)
+            # What rounding a scale takes from the group's mean is given back by the last plane's zero.
+            lost += (scales - rounded) * (q.view(*scales.shape, GROUP).sum(-1, dtype=torch.float32) / GROUP - 8.0)
+            last = plane == planes - 1
+            scales_zeros[groups, at:end, 0] = rounded.T
+            scales_zeros[groups, at:end, 1] = (zeros + lost if last else zeros).T.to(torch.bfloat16)
         at = end
     return PackedWeight(_tiles(quanta), scales_zeros, num_rows, num_columns, planes)
 
