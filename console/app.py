@@ -15,11 +15,11 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, ClassVar, TextIO
 
 from rich.segment import Segment
-from textual.app import App, SystemCommand
+from textual.app import App
 from textual.binding import BindingType
 from textual.color import Color
 from textual.filter import LineFilter
@@ -29,6 +29,7 @@ from textual.screen import Screen
 from console import keys
 from console.bridge import Bridge, EngineLike
 from console.driver import ConsoleDriver
+from console.palette import ActionProvider
 from console.sanitise import one_line, sanitise
 from console.screens.main import MainScreen
 from console.terminal import Terminal, log_path
@@ -63,6 +64,7 @@ class ConsoleApp(App[int]):
     TITLE = "footplate"
     CSS_PATH = "app.tcss"
     BINDINGS: ClassVar[list[BindingType]] = keys.bindings("app")
+    COMMANDS: ClassVar = {ActionProvider}
     COMMAND_PALETTE_BINDING = "ctrl+p"
 
     def __init__(
@@ -136,24 +138,9 @@ class ConsoleApp(App[int]):
         """Someone pressed ^c to leave."""
         self.notify("^q quits; esc stops an answer.")
 
-    def get_system_commands(self, screen: Screen[Any]) -> Iterable[SystemCommand]:
-        """What the palette offers: every named key of ours, the themes, and a screenshot."""
-        yield SystemCommand("Theme", "Choose another theme.", self.action_change_theme)
-        yield SystemCommand("Screenshot", "Save the screen as an SVG file.", self.deliver_screenshot)
-        for key in keys.KEYS:
-            if not key.name:
-                continue
-            reason = self._main.unavailable(key.id) if screen is self._main else None
-            node: Screen[Any] | ConsoleApp = self if key.scope == "app" else self._main
-            what = f"{key.what} Not now: {reason}" if reason else key.what
-            yield SystemCommand(key.name, f"{what} [{keys.key_text(key.keys)}]", _runner(node, key.action))
-
-
-def _runner(node: Screen[Any] | ConsoleApp, action: str) -> Callable[[], object]:
-    async def run() -> None:
-        await node.run_action(action)
-
-    return run
+    def key_of(self, binding_id: str) -> str:
+        """The key an action has now: the keymap's, or the default."""
+        return self._keymap.get(binding_id) or keys.BY_ID[binding_id].keys
 
 
 def run_console(config: EngineConfig) -> int:
