@@ -7,6 +7,7 @@ from typing import ClassVar
 from textual.app import ComposeResult
 from textual.containers import Container
 from textual.screen import Screen
+from textual.widgets import Tooltip
 
 from console import keys
 from console.bridge import Bridge
@@ -83,6 +84,8 @@ class MainScreen(Screen[None]):
         self._keys.redraw()
 
     def on_mount(self) -> None:
+        for tooltip in self.query(Tooltip):
+            tooltip._render_markup = False  # the Markdown widget makes tooltips of what a model wrote into a table
         self._arrange()
 
     def on_resize(self) -> None:

@@ -74,7 +74,7 @@ class Driven:
 async def driven(size: tuple[int, int] = (120, 40), view: EngineView | None = None) -> AsyncIterator[Driven]:
     """A running console; the engine is idle unless another view is given."""
     driven = Driven(ScriptedEngine(view if view is not None else idle_view()))
-    async with driven.app.run_test(size=size, notifications=True) as pilot:
+    async with driven.app.run_test(size=size, notifications=True, tooltips=True) as pilot:
         driven.pilot = pilot
         await driven.tick(2)
         yield driven

@@ -15,6 +15,7 @@ from textual.containers import VerticalScroll
 from textual.events import Paste
 from textual.screen import Screen
 from textual.widget import Widget
+from textual.widgets import Tooltip
 
 from console.panes.chats import TurnView
 from console.widgets.answer import AnswerText
@@ -154,6 +155,20 @@ async def test_links_show_where_they_lead_and_open_nothing() -> None:
             segment.style.meta for strip in console.app.screen._compositor.render_strips() for segment in strip if segment.style
         ]
         assert not any("link(" in str(meta.get("@click", "")) for meta in metas)
+
+
+async def test_a_table_can_be_hovered_over_whatever_its_cells_hold() -> None:
+    async with driven() as console:
+        console.app.TOOLTIP_DELAY = 0.01
+        await console.ask()
+        console.engine.say("| a[/ | b |\n|---|---|\n| [/c] | [b + x |\n")
+        await console.tick(2)
+        for cell in console.main.query("MarkdownTableContent > *"):
+            await console.pilot.hover(cell)
+            await console.pilot.pause(0.1)
+        tooltip = console.main.query_one(Tooltip)
+        assert tooltip.display
+        assert "[b + x" in console.screen_text()
 
 
 class _Page(App[None]):
