@@ -77,6 +77,25 @@ def test_a_ticket_s_change_is_in_the_view_at_once_with_its_text(start: Start) ->
     assert [event.kind for event in view.events] == ["ticket", "ticket"]
 
 
+def test_a_ticket_s_change_is_published_within_a_step_while_answers_run(start: Start, spy: StepSpy) -> None:
+    engine = start()
+    sent: list[Ticket] = []
+    late: list[int] = []
+
+    def watch(_: object) -> None:
+        at = len(spy.steps)
+        if at % 10 == 5:
+            sent.append(engine.command(CancelRequest(10**9)))  # drained after this step, published after the next
+        elif at % 10 == 7 and [t.ticket_id for t in engine.view.tickets[-1:]] != [sent[-1].ticket_id]:
+            late.append(at)
+
+    spy.before = watch
+    engine.generate(prompt_of(5), greedy(60))
+    assert len(sent) == 6
+    assert not late, "a ticket's change waited for the next view"
+    assert len(until(engine, lambda view: len(view.tickets) == 6).tickets) == 6
+
+
 def test_the_view_keeps_the_newest_64_tickets(start: Start) -> None:
     engine = start()
     tickets = [engine.command(FlushPrefixCache()) for _ in range(80)]

@@ -112,6 +112,21 @@ def test_a_long_prompt_waits_for_blocks_and_then_gets_them(start: Start, spy: St
     assert_quiet(engine)
 
 
+def test_the_blocks_of_a_prompt_that_is_being_computed_are_promised_to_it(start: Start, spy: StepSpy) -> None:
+    engine = start(num_kv_blocks=12, block_size=4, max_batch_tokens=8)
+    spy.hold()
+    first = engine.submit(prompt_of(40, 1), params=greedy(2))
+    spy.wait()
+    spy.step()
+    second = engine.submit(prompt_of(20, 2), params=greedy(2))  # there is room for it now, but not once the first is computed
+    spy.open()
+    first.result(PATIENCE_S)
+    second.result(PATIENCE_S)
+    assert_quiet(engine)
+    assert engine.view.totals.preemptions == 0
+    assert all(not (first.request_id in step.prefilling and second.request_id in step.prefilling) for step in spy.steps)
+
+
 def test_decode_goes_on_at_every_step_however_many_prompts_come(start: Start, spy: StepSpy) -> None:
     engine = start(max_batch_tokens=12, num_kv_blocks=200, max_batch=6)
     spy.hold()
