@@ -68,10 +68,10 @@ MID_PREFILL = {"num_kv_blocks": 14, "max_batch": 2, "max_batch_tokens": 3, "ssm_
 MID_DECODE = {"num_kv_blocks": 16, "max_batch": 3}
 
 
-def mid_prefill(engine: Engine, spy: StepSpy, first: int = 8, second: int = 40) -> list[tuple[list[int], int, Any]]:
+def mid_prefill(engine: Engine, spy: StepSpy) -> list[tuple[list[int], int, Any]]:
     """An answer grows into the blocks that a prompt of many chunks still needs."""
     spy.hold()
-    jobs = [(prompt_of(first, 1), 30), (prompt_of(second, 2), 6)]
+    jobs = [(prompt_of(8, 1), 30), (prompt_of(40, 2), 6)]
     out = [(prompt, count, engine.submit(prompt, params=watched(count))) for prompt, count in jobs]
     spy.wait()
     spy.open()
@@ -165,13 +165,13 @@ def test_a_spilled_state_is_read_back_when_there_is_room_and_not_before(
     assert computed_once(spy.rows_of(prompted.request_id))
 
 
-@pytest.mark.parametrize(("first", "second", "at"), [(8, 40, "at"), (12, 39, "before")])
+@pytest.mark.parametrize(("step_tokens", "at"), [(3, "at"), (2, "before")])
 def test_a_prompt_that_was_spilled_leaves_its_snapshot_all_the_same(
-    start: Start, spy: StepSpy, preempted: list[tuple[int, str, int]], tmp_path: Path, first: int, second: int, at: str
+    start: Start, spy: StepSpy, preempted: list[tuple[int, str, int]], tmp_path: Path, step_tokens: int, at: str
 ) -> None:
     """It is cut at the snapshot's own boundary, token 36, or before it."""
-    engine = start(**{**MID_PREFILL, "ssm_cache_slots": 8}, spill_dir=str(tmp_path))
-    [_, (prompt, _, handle)] = mid_prefill(engine, spy, first, second)
+    engine = start(**{**MID_PREFILL, "ssm_cache_slots": 8, "max_batch_tokens": step_tokens}, spill_dir=str(tmp_path))
+    [_, (prompt, _, handle)] = mid_prefill(engine, spy)
     handle.result(PATIENCE_S)
     [(request_id, stage, computed)] = preempted
     assert (request_id, stage) == (handle.request_id, "prefill")
