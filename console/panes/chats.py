@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import ClassVar
 
 from textual.app import ComposeResult
@@ -57,7 +58,7 @@ class TurnView(Vertical):
     TurnView { height: auto; margin-bottom: 1; }
     """
 
-    def __init__(self, turn: Turn, model_name: str) -> None:
+    def __init__(self, turn: Turn, model_name: Callable[[], str]) -> None:
         super().__init__()
         self.turn = turn
         self._model_name = model_name
@@ -75,7 +76,7 @@ class TurnView(Vertical):
             shown += f"\n… and {count(len(prompt) - SHOWN_PROMPT_CHARS)} more characters"
         yield Static(Content("you"), classes="speaker -you", markup=False)
         yield Static(Content(shown), classes="said", markup=False)
-        yield Static(Content(self._model_name), classes="speaker -model", markup=False)
+        yield Rows(lambda width, height: [(Part(self._model_name(), "accent"),)], classes="speaker")
         yield AnswerText()
         yield Rows(self._figures, classes="figures")
         yield Static(Content(""), classes="failure", markup=False)
@@ -85,6 +86,7 @@ class TurnView(Vertical):
         answer = self.turn.answer
         if answer is None or self._ended or not self.is_mounted:
             return False
+        self.query_one("Rows.speaker", Rows).redraw()  # the name is known once the model has loaded
         text = answer.take()
         if text:
             self.turn.text += text
@@ -221,13 +223,16 @@ shown folded and sent whole."""
     def _ask(self, turn: Turn) -> None:
         title = one_line(self.conversation.title, TITLE_CHARS)
         turn.answer = self._bridge.ask(self.conversation.messages_for(turn), title)
-        name = one_line(self._view.model.name, 60) if self._view is not None and self._view.model is not None else "model"
-        self.query_one("#turns").mount(TurnView(turn, name))
+        self.query_one("#turns").mount(TurnView(turn, self._model_name))
         self.query_one(Transcript).anchor()
         self.query_one("#welcome", Rows).redraw()
         self.query_one("#chat-status", Rows).redraw()
 
     # -- what is drawn
+
+    def _model_name(self) -> str:
+        model = self._view.model if self._view is not None else None
+        return one_line(model.name, 60) if model is not None else "model"
 
     def _show_figure(self) -> None:
         tokens = self.conversation.context_tokens()

@@ -50,7 +50,9 @@ class HeaderBar(Rows):
                 Part(f" · {one_line(view.model.device, 24)} {dtype_text(one_line(view.model.dtype, 12))}", "dim"),
             ]
         if view.forward is not None:
-            left += [Part(f" · circuit {one_line(view.forward.name, 24)} {one_line(view.forward.digest, 64)[:4]}", "dim")]
+            name = one_line(view.forward.name, 24)
+            name = name if name.startswith("circuit") else f"circuit {name}"
+            left += [Part(f" · {name} {one_line(view.forward.digest, 64)[:4]}", "dim")]
         return [spread(tuple(left), right, width)]
 
 

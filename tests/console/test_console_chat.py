@@ -124,9 +124,11 @@ async def test_the_load_is_shown_and_a_prompt_typed_meanwhile_waits() -> None:
         await console.press(*"hi", "enter")
         assert "waiting for the model to load" in console.screen_text()
         assert console.engine.submitted == []
+        assert "model" in console.screen_text()
         console.engine.publish(idle_view())
         await console.tick()
         await console.until_submitted(1)
+        assert "┃ SmolLM2-135M-Instruct " in console.screen_text()
         console.engine.say("hello")
         await console.tick()
         assert "hello" in console.screen_text()
