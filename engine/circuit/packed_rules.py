@@ -22,9 +22,6 @@ CLOSE = _TESTS + "test_the_packed_circuit_is_close_to_legacy_on_real_text"
 DENSE = _TESTS + "test_the_circuit_on_dense_float32_is_legacy_but_for_the_last_bits"
 IN_PLACE = _TESTS + "test_adding_in_place_has_the_same_bits"
 
-# Up to this many rows the layer-norm form of RMS norm is quicker than torch's own.
-MAX_FEW_ROWS = 32
-
 
 def _embed(ops: Sequence[Op], site: Site) -> tuple[Launch, int] | None:
     weight = site.packed.get(ops[0].tensors)
@@ -45,20 +42,15 @@ def _norm(ops: Sequence[Op], site: Site) -> tuple[Launch, int] | None:
     [op] = ops
     if op.tensors[0] not in site.tensors:
         return None
-    weight, eps, reads, writes = site.tensors[op.tensors[0]], site.config.rms_eps, op.reads[0], op.writes[0]
-    twice = torch.cat((weight, weight))
-    wide, wide_twice, dtype = weight.float(), twice.float(), site.dtype
+    weight, reads, writes = site.tensors[op.tensors[0]].float(), op.reads[0], op.writes[0]
+    hidden, dtype = weight.shape[0], site.dtype
+    scaled_weight = weight * hidden**0.5
+    eps_norm = torch.tensor((hidden * site.config.rms_eps) ** 0.5)
 
     def launch(step: Step) -> None:
-        x = step.registers[reads]
-        same = x.dtype == dtype
-        if x.shape[0] <= MAX_FEW_ROWS:
-            out = fused_norm.rms_norm(x, twice if same else wide_twice, eps)
-        else:
-            out = eager_norm.rms_norm(x, weight if same else wide, eps)
-        step.registers[writes] = out if same else out.to(dtype)
+        step.registers[writes] = fused_norm.rms_norm(step.registers[reads], scaled_weight, eps_norm, dtype)
 
-    return launch, 3
+    return launch, 5
 
 
 def _linear(ops: Sequence[Op], site: Site) -> tuple[Launch, int] | None:
@@ -192,7 +184,7 @@ def _head(ops: Sequence[Op], site: Site) -> tuple[Launch, int] | None:
 
 PACKED_RULES: tuple[Rule, ...] = (
     PlainRule("packed-embed", "packed_linear.embedding", "differs", CLOSE, ("embed",), _embed),
-    PlainRule("layer-norm", "norm.fused", "differs", DENSE, ("norm",), _norm),
+    PlainRule("norm-by-length", "norm.fused", "differs", DENSE, ("norm",), _norm),
     PlainRule(
         "packed-qkv", "packed_linear.fused", "differs", CLOSE, ("linear", "linear", "linear", "head_norm", "rope", "kv_write"), _qkv
     ),

@@ -113,23 +113,11 @@ def paged_attention(
     q: `[rows, heads, head_dim]`; k_cache, v_cache: `[slots, kv_heads, head_dim]`; window: a query at position p
     sees keys in (p − window, p].
     """
-    heads, head_dim = q.shape[1], q.shape[2]
-    kv_heads = k_cache.shape[1]
-    group = heads // kv_heads
+    group = q.shape[1] // k_cache.shape[1]
     parts: list[Tensor] = []
     n = plan.num_decode
     if n:
-        assert plan.decode_slots is not None
-        longest = plan.decode_slots.shape[1]
-        flat = plan.decode_slots.reshape(-1)
-        k = k_cache.index_select(0, flat).view(n, longest, kv_heads, head_dim).transpose(1, 2)
-        v = v_cache.index_select(0, flat).view(n, longest, kv_heads, head_dim).transpose(1, 2)
-        # The query heads of one kv head stand as rows of one small attention: no key is copied per head.
-        rows = q[:n].view(n, kv_heads, group, head_dim)
-        mask = plan.decode_mask(window)
-        if mask is not None:
-            mask = mask.expand(n, 1, group, longest)
-        parts.append(functional.scaled_dot_product_attention(rows, k, v, attn_mask=mask, scale=scale).reshape(n, heads, head_dim))
+        parts.append(decode_attention(q[:n], k_cache, v_cache, plan, scale, window))
     for index in range(n, len(plan.spans)):
         span = plan.spans[index]
         slots = plan.span_slots[index - n]
@@ -142,3 +130,23 @@ def paged_attention(
         )
         parts.append(out[0].transpose(0, 1))
     return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def decode_attention(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: AttentionPlan, scale: float, window: int | None = None
+) -> Tensor:
+    """`paged_attention` of the plan's decode rows alone, in one attention over their gathered pages."""
+    n, heads, head_dim = q.shape
+    kv_heads = k_cache.shape[1]
+    group = heads // kv_heads
+    assert plan.decode_slots is not None
+    longest = plan.decode_slots.shape[1]
+    flat = plan.decode_slots.reshape(-1)
+    k = k_cache.index_select(0, flat).view(n, longest, kv_heads, head_dim).transpose(1, 2)
+    v = v_cache.index_select(0, flat).view(n, longest, kv_heads, head_dim).transpose(1, 2)
+    # The query heads of one kv head stand as rows of one small attention: no key is copied per head.
+    rows = q.view(n, kv_heads, group, head_dim)
+    mask = plan.decode_mask(window)
+    if mask is not None:
+        mask = mask.expand(n, 1, group, longest)
+    return functional.scaled_dot_product_attention(rows, k, v, attn_mask=mask, scale=scale).reshape(n, heads, head_dim)

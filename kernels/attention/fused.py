@@ -1,7 +1,8 @@
 """Paged attention that reads a sequence's pages where they lie, when they lie one after the other: nothing is gathered.
 
 A sequence's blocks are mostly handed out in a row, so that its keys are one slice of the cache. The slices of all layers are
-made once a step, in one call; a sequence whose blocks lie apart is gathered as `eager` does.
+made once a step, in one call; a sequence whose blocks lie apart is gathered as `eager` does. So are several decode rows: one
+attention over a gathered batch takes less than one for each of them.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kernels.attention.eager import AttentionPlan
+from kernels.attention.eager import AttentionPlan, decode_attention
 
 
 class PageRuns:
@@ -19,10 +20,10 @@ class PageRuns:
     def __init__(self, kv_cache: Tensor, plan: AttentionPlan) -> None:
         self.kv_cache = kv_cache
         self.plan = plan
-        decode = [] if plan.decode_slots is None else list(plan.decode_slots)
-        slots = [row[: span.kv_len] for row, span in zip(decode, plan.spans, strict=False)] + list(plan.span_slots)
-        self.slots = slots
-        self.starts = [_start_of_run(each) for each in slots]
+        # Of the spans that are attended to one by one, a single decode row and the longer spans; −1 stands for the others too.
+        alone = plan.decode_slots if plan.decode_slots is not None and plan.num_decode == 1 else None
+        self.slots = [*([None] * plan.num_decode if alone is None else alone), *plan.span_slots]
+        self.starts = [-1 if each is None else _start_of_run(each) for each in self.slots]
         self._pages: dict[tuple[int, int | None], tuple[Tensor, ...]] = {}
 
     def pages(self, index: int, layer: int, window: int | None) -> tuple[Tensor, Tensor]:
@@ -32,8 +33,10 @@ class PageRuns:
         keep = span.kv_len if window is None or span.q_len > 1 else min(window, span.kv_len)
         first, start = span.kv_len - keep, self.starts[index]
         if start < 0:
-            both = self.kv_cache[layer].index_select(1, self.slots[index][first:]).transpose(1, 2)
-            return both[:1], both[1:]
+            slots = self.slots[index]
+            assert slots is not None, "several decode rows are attended to together"
+            k, v = (each.index_select(0, slots[first:]).transpose(0, 1)[None] for each in self.kv_cache[layer])
+            return k, v
         found = self._pages.get((index, keep))
         if found is None:
             run = self.kv_cache.narrow(2, start + first, keep).transpose(2, 3).unsqueeze(2)
@@ -60,7 +63,12 @@ def paged_attention(q: Tensor, runs: PageRuns, layer: int, scale: float, window:
     kv_heads = runs.kv_cache.shape[3]
     group = heads // kv_heads
     parts: list[Tensor] = []
-    for index, span in enumerate(plan.spans):
+    together = plan.num_decode if plan.num_decode > 1 else 0
+    if together:
+        k_cache, v_cache = runs.kv_cache[layer]
+        parts.append(decode_attention(q[:together], k_cache, v_cache, plan, scale, window).reshape(together, heads * head_dim))
+    for index in range(together, len(plan.spans)):
+        span = plan.spans[index]
         k, v = runs.pages(index, layer, window)
         if span.q_len == 1:
             # The query heads of one kv head stand as rows of one small attention: no key is copied per head.
