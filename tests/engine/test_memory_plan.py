@@ -50,11 +50,12 @@ def test_a_cpu_s_pool_holds_two_contexts_at_most_and_a_quarter_of_what_is_left()
     assert tight.total_bytes <= GIB
 
 
-def test_a_gpu_s_pool_takes_nearly_all_that_is_left() -> None:
-    found = plan(available=24 * GIB, on_gpu=True)
-    left = 24 * GIB - found.weights_bytes - found.workspace_bytes
+def test_a_gpu_s_pool_takes_nearly_all_that_is_left_up_to_two_full_batches() -> None:
+    found = plan(available=4 * GIB, on_gpu=True)
+    left = 4 * GIB - found.weights_bytes - found.workspace_bytes
     assert 0.899 * left < found.kv_bytes <= 0.9 * left
-    assert found.total_bytes <= 24 * GIB
+    assert found.total_bytes <= 4 * GIB
+    assert plan(available=80 * GIB, on_gpu=True, max_batch=4).num_kv_blocks == 2 * 4 * 8192 // 16
 
 
 def test_a_larger_step_or_context_plans_a_larger_workspace() -> None:
