@@ -82,7 +82,12 @@ class Transfers:
         """What the prefix cache holds of these tokens, copied to the host."""
         if not self.lifecycle.num_free_rows:
             raise CommandRefused("every sequence row is taken; save when a request has ended.")
-        # One id more, for a prefix match always leaves one to compute.
+        vocab_size = self.lifecycle.states.vocab_size
+        for token in token_ids:
+            if not 0 <= token < vocab_size:
+                raise CommandRefused(f"token id {token} isn't in the vocabulary of {vocab_size}.")
+        # One id more, for a prefix match always leaves one to compute: the last of a full context, which never was.
+        token_ids = token_ids[: self.lifecycle.max_seq_len - 1]
         seq = self.lifecycle.alloc_sequence_for(len(token_ids) + 1)
         try:
             found = self.lifecycle.adopt_prefix(seq, [*token_ids, 0])
@@ -122,10 +127,18 @@ class Transfers:
         return self.lifecycle.num_total_blocks * self.lifecycle.blocks.block_size
 
     def _install(self, loaded: Loaded) -> int:
-        count = len(loaded.token_ids)
+        """Make the state a cached prefix; how many tokens of it a prompt can reuse."""
+        count, block_size = len(loaded.token_ids), self.lifecycle.blocks.block_size
+        if self.lifecycle.ssm is not None:
+            if count % block_size:
+                raise CommandRefused(
+                    f"the state is that after {count} tokens, and this model can only go on from whole blocks of {block_size}."
+                )
+            if self.lifecycle.ssm.ssm_snapshot_occupancy() is None:
+                raise CommandRefused("this engine keeps no snapshots of recurrent state; start it with --ssm-cache-slots.")
         if not self.lifecycle.num_free_rows:
             raise CommandRefused("every sequence row is taken; load when a request has ended.")
-        self.lifecycle.reclaim_prefix_blocks_for((), 0, -(-count // self.lifecycle.blocks.block_size))
+        self.lifecycle.reclaim_prefix_blocks_for((), 0, -(-count // block_size))
         seq = self.lifecycle.alloc_sequence_for(count)
         try:
             self.lifecycle.reserve(seq, count)
@@ -133,5 +146,9 @@ class Transfers:
         except BaseException:
             self.lifecycle.free_sequence(seq)
             raise
+        keys = self.lifecycle.prompt_keys(loaded.token_ids)
         self.lifecycle.retire_sequence(seq)
-        return count
+        usable = self.lifecycle.prefix.match(keys, count + 1).num_tokens
+        if not usable:
+            raise CommandRefused("every snapshot of recurrent state is in use; load when a request has ended.")
+        return usable
