@@ -78,18 +78,23 @@ def render_chat(
 
 
 def _checked(messages: Sequence[Mapping[str, Any]]) -> list[_Message]:
+    if isinstance(messages, (str, bytes)) or not isinstance(messages, Sequence):
+        raise RequestError(f"messages must be a list of messages, not {type(messages).__name__}.")
     if not messages:
         raise RequestError("there are no messages; write one.")
     checked: list[_Message] = []
     for n, message in enumerate(messages, 1):
+        if not isinstance(message, Mapping):
+            raise RequestError(f'message {n} must be a mapping with "role" and "content", not {type(message).__name__}.')
         role, content = message.get("role"), message.get("content")
         if role not in ROLES:
             raise RequestError(f"message {n} has the role {role!r}; use one of {', '.join(ROLES)}.")
         if not isinstance(content, str):
             raise RequestError(f'message {n} ({role}) needs its text in "content", not {type(content).__name__}.')
         check_text(content)
-        token_ids = tuple(message.get("token_ids") or ())
-        if not all(isinstance(token_id, int) and token_id >= 0 for token_id in token_ids):
+        given = message.get("token_ids")
+        token_ids = () if given is None else tuple(given) if isinstance(given, Sequence) else (None,)
+        if not all(type(token_id) is int and token_id >= 0 for token_id in token_ids):
             raise RequestError(f"message {n} ({role}) has token_ids that aren't token ids; leave them out.")
         checked.append(_Message(role, content, token_ids if role == "assistant" else ()))
     return checked

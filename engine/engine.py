@@ -11,7 +11,7 @@ import queue
 import secrets
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -206,7 +206,9 @@ class Engine:
         if (prompt is None) == (messages is None):
             raise RequestError("give either a prompt or messages.")
         if messages is None and not isinstance(prompt, str):
-            return [*(prompt or ())], None
+            if isinstance(prompt, (bytes, bytearray)) or not isinstance(prompt, Iterable):
+                raise RequestError(f"the prompt must be text or token ids, not {type(prompt).__name__}.")
+            return [*prompt], None
         if served.tokenizer is None:
             raise RequestError(served.no_tokenizer)
         if messages is None:
