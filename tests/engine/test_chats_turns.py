@@ -120,7 +120,7 @@ def test_an_edited_answer_breaks_the_prefix_there_and_says_so(start: Start, tiny
 
 @pytest.fixture(scope="module")
 def smollm2_engine(smollm2_gguf: Path) -> Iterator[Engine]:
-    config = tiny_config(smollm2_gguf, threads=2, num_kv_blocks=64, max_seq_len=512, max_batch_tokens=128, max_batch=2)
+    config = tiny_config(smollm2_gguf, num_kv_blocks=64, max_seq_len=512, max_batch_tokens=128, max_batch=2)
     with Engine.load(config=config) as engine:
         yield engine
         assert_quiet(engine)
