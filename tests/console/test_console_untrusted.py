@@ -230,7 +230,7 @@ async def test_no_word_of_an_answer_is_lost_however_it_is_marked_up_or_cut() -> 
     app = _Page()
     async with app.run_test(size=(80, 30)):
         page = app.query_one("#page")
-        for seed in range(30):
+        for seed in range(20):
             rnd = random.Random(seed)
             words = [f"w{i}w" for i in range(rnd.randint(3, 25))]
             source = "".join(word + " " + rnd.choice(MARKS) for word in words)
