@@ -133,7 +133,8 @@ class BlockMap(Widget, can_focus=True):
         width = self.size.width
         if y >= len(self._rows):
             return Strip.blank(width, self.rich_style)
-        styles = [ink_style(self, ink) for ink in _INKS]
+        paper = self.rich_style
+        styles = [ink_style(self, ink, paper) for ink in _INKS]
         segments = [
             Segment(run.group().decode("latin-1").translate(_CELL_GLYPHS), styles[run.group()[0]])
             for run in _RUNS.finditer(self._rows[y])

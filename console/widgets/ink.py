@@ -40,9 +40,10 @@ INKS = {
 }
 
 
-def ink_style(widget: Widget, name: str) -> Style:
-    """The style of an ink on `widget`'s own paper; its plain style for "" ."""
-    paper = widget.rich_style
+def ink_style(widget: Widget, name: str, paper: Style | None = None) -> Style:
+    """The style of an ink on `widget`'s own paper; its plain style for "". Whoever asks for several gives the widget's
+    `rich_style` as `paper`: it is made anew at every look."""
+    paper = widget.rich_style if paper is None else paper
     return paper + _style(widget.app.theme_variables[INKS[name].variable], INKS[name].bold) if name else paper
 
 

@@ -164,7 +164,7 @@ class Rows(Widget):
             return Strip.blank(width, paper)
         segments = []
         for part in self._rows[y]:
-            style = ink_style(self, part.ink)
+            style = ink_style(self, part.ink, paper)
             if part.reverse:
                 style += Style(reverse=True)
             if part.action:
