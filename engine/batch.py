@@ -55,6 +55,13 @@ class StateSpan:
     row_slots: tuple[int, ...] = ()
 
 
+def _first_slot(block_table: list[int], block_size: int) -> int:
+    """The token slot of a sequence's first position where its blocks follow one another, else −1."""
+    first, count = block_table[0], len(block_table)
+    in_a_row = block_table[-1] - first == count - 1 and block_table == list(range(first, first + count))
+    return first * block_size if in_a_row else -1
+
+
 @dataclass(slots=True)
 class Batch:
     """One ragged batch on the device. token_ids, positions, slots: int64 `[rows]`, slots being token slots of the KV pool;
@@ -129,7 +136,7 @@ class BatchBuilder:
                 ids[at : at + count] = seq.token_ids[first : first + count]
                 positions[at : at + count] = where
                 slots[at : at + count] = self._table_numbers[seq.row, where // size] * size + where % size
-            spans.append(Span(at, count, first + count, seq.row))
+            spans.append(Span(at, count, first + count, seq.row, _first_slot(seq.block_table, size)))
             at += count
             logit_rows += range(at - part.num_logits, at)
         end = 3 * tokens + len(logit_rows)

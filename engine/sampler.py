@@ -68,12 +68,15 @@ class Sampler:
                 if row.needs_own_logits:
                     chosen_from[index] = self._adjust(chosen_from[index], row)
         if all(row.params.temperature == 0 for row in rows):
-            ids = chosen_from.argmax(-1)
+            # The largest of a row with a NaN is that NaN; one with only −inf has no choice either.
+            largest, ids = chosen_from.max(-1)
+            usable = torch.isfinite(largest)
+            if chosen_from is not logits:
+                usable &= ~logits.isnan().any(-1)
         else:
             positions = torch.tensor([len(row.output_token_ids) for row in rows], device=self.device)
             ids = draw(chosen_from, self._filters_of(rows), positions)
-        # The chosen logit of a row with a NaN is that NaN (argmax finds it); one with only −inf has no choice either.
-        usable = torch.isfinite(chosen_from.gather(1, ids[:, None])[:, 0]) & ~logits.isnan().any(-1)
+            usable = torch.isfinite(chosen_from.gather(1, ids[:, None])[:, 0]) & ~logits.isnan().any(-1)
         logprobs = self._logprobs(logits, ids, rows)
         verdicts: list[tuple[int, int]] = list(zip(ids.tolist(), usable.tolist(), strict=True))
         return [Sampled(token_id if ok else None, logprobs[index]) for index, (token_id, ok) in enumerate(verdicts)]

@@ -15,7 +15,7 @@ from kernels.norm import eager as eager_norm
 from kernels.norm import fused as fused_norm
 from kernels.packed_linear.embedding import packed_embedding
 from kernels.packed_linear.fused import packed_linear
-from kernels.rope.fused import rotate
+from kernels.rope.fused import rotate_
 
 _TESTS = "tests/models/test_circuits.py::"
 CLOSE = _TESTS + "test_the_packed_circuit_is_close_to_legacy_on_real_text"
@@ -105,7 +105,7 @@ def _qkv(ops: Sequence[Op], site: Site) -> tuple[Launch, int] | None:
         return None
     bias, scratch = _merged_bias(projections, site), site.scratch
     norms = [site.tensors[name] for op in ops if op.kind == "head_norm" for name in op.tensors]
-    k_cache, v_cache = site.kv_cache[site.kv_layer[layer]]
+    cache = site.kv_cache[site.kv_layer[layer]].transpose(0, 1)
     q_heads, kv_heads, eps = config.num_heads, config.num_kv_heads, config.rms_eps
     rotated = q_heads + kv_heads
 
@@ -115,22 +115,16 @@ def _qkv(ops: Sequence[Op], site: Site) -> tuple[Launch, int] | None:
         if bias is not None:
             qkv = qkv + bias
         heads = qkv.view(-1, rotated + kv_heads, dim)
-        qk = heads[:, :rotated]
         if norms:
-            qk = torch.cat(
-                (
-                    eager_norm.rms_norm(qk[:, :q_heads], norms[0], eps),
-                    eager_norm.rms_norm(qk[:, q_heads:], norms[1], eps),
-                ),
-                dim=1,
-            )
+            heads[:, :q_heads] = eager_norm.rms_norm(heads[:, :q_heads], norms[0], eps)
+            heads[:, q_heads:rotated] = eager_norm.rms_norm(heads[:, q_heads:rotated], norms[1], eps)
         cos, sin = batch.rope[rope]
-        qk = rotate(qk, cos, sin)
-        k_cache.index_copy_(0, batch.slots, qk[:, q_heads:])
-        v_cache.index_copy_(0, batch.slots, heads[:, rotated:])
-        registers["q"] = qk[:, :q_heads]
+        rotate_(heads[:, :rotated], cos, sin)
+        # Keys and values of a row lie side by side, as the cache has them one behind the other.
+        cache.index_copy_(0, batch.slots, heads[:, q_heads:].view(-1, 2, kv_heads, dim))
+        registers["q"] = heads[:, :q_heads]
 
-    return launch, weight.planes + 5 + (bias is not None) + (3 if norms else 0)
+    return launch, weight.planes + 4 + (bias is not None) + (4 if norms else 0)
 
 
 def _attention(ops: Sequence[Op], site: Site) -> tuple[Launch, int] | None:

@@ -7,7 +7,8 @@ What depends on the step and not on the layer (which pages, which masks) is comp
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -16,29 +17,62 @@ from torch.nn import functional
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """The rows one sequence contributes: rows [start, start + q_len) are its positions kv_len − q_len … kv_len − 1."""
+    """The rows one sequence contributes: rows [start, start + q_len) are its positions kv_len − q_len … kv_len − 1. first_slot: the
+    token slot of its position 0 where all its positions follow one another in the cache, else −1."""
 
     start: int
     q_len: int
     kv_len: int
     table_row: int
+    first_slot: int = -1
 
 
-@dataclass(slots=True)
 class AttentionPlan:
-    """Page indices and masks of one step, shared by its layers.
+    """Page indices and masks of one step, shared by its layers; each is made when it is first asked for.
 
-    num_decode leading rows have q_len 1. decode_slots: `[num_decode, longest]` token slots, padded with the null
-    slot (a zero row that is never allocated, so that stale or non-finite pages can't leak through a mask).
+    num_decode leading rows have q_len 1.
     """
 
-    spans: tuple[Span, ...]
-    num_decode: int
-    decode_slots: Tensor | None
-    decode_positions: Tensor | None
-    decode_lens: Tensor | None
-    span_slots: tuple[Tensor, ...]
-    _masks: dict[tuple[int, int | None], Tensor | None] = field(default_factory=dict)
+    def __init__(self, spans: tuple[Span, ...], num_decode: int, block_tables: Tensor, block_size: int, null_slot: int) -> None:
+        self.spans = spans
+        self.num_decode = num_decode
+        self._block_tables = block_tables
+        self._block_size = block_size
+        self._null_slot = null_slot
+        self._span_slots: dict[int, Tensor] = {}
+        self._masks: dict[tuple[int, int | None], Tensor | None] = {}
+
+    @cached_property
+    def decode_lens(self) -> Tensor:
+        """int64 `[num_decode, 1]`."""
+        return torch.tensor([[span.kv_len] for span in self.spans[: self.num_decode]], device=self._block_tables.device)
+
+    @cached_property
+    def decode_positions(self) -> Tensor:
+        """0, 1, …, the longest decode row's last position, int64."""
+        return torch.arange(max(span.kv_len for span in self.spans[: self.num_decode]), device=self._block_tables.device)
+
+    @cached_property
+    def decode_slots(self) -> Tensor:
+        """`[num_decode, longest]` token slots, padded with the null slot (a zero row that is never allocated, so that stale or
+        non-finite pages can't leak through a mask)."""
+        slots = self._slots_of([span.table_row for span in self.spans[: self.num_decode]], self.decode_positions.shape[0])
+        if self.num_decode == 1:
+            return slots
+        return slots.masked_fill(self.decode_positions >= self.decode_lens, self._null_slot)
+
+    def span_slots(self, index: int) -> Tensor:
+        """The token slots of span `index`, int64 `[kv_len]`."""
+        if index not in self._span_slots:
+            span = self.spans[index]
+            self._span_slots[index] = self._slots_of([span.table_row], span.kv_len)[0]
+        return self._span_slots[index]
+
+    def _slots_of(self, table_rows: list[int], kv_len: int) -> Tensor:
+        device, size = self._block_tables.device, self._block_size
+        rows = torch.tensor(table_rows, device=device)
+        blocks = self._block_tables.index_select(0, rows)[:, : -(-kv_len // size)]
+        return (blocks[:, :, None] * size + torch.arange(size, device=device)).view(len(table_rows), -1)[:, :kv_len]
 
     def decode_mask(self, window: int | None) -> Tensor | None:
         """bool `[num_decode, 1, 1, longest]`, True where a row may look; None where all rows see everything."""
@@ -48,7 +82,6 @@ class AttentionPlan:
         return self._masks[key]
 
     def _make_decode_mask(self, window: int | None) -> Tensor | None:
-        assert self.decode_positions is not None and self.decode_lens is not None
         lens = [span.kv_len for span in self.spans[: self.num_decode]]
         longest = max(lens)
         if min(lens) == longest and (window is None or longest <= window):
@@ -65,7 +98,7 @@ class AttentionPlan:
             span = self.spans[index]
             mask = None
             if span.q_len != span.kv_len or (window is not None and span.kv_len > window):
-                device = self.span_slots[index - self.num_decode].device
+                device = self._block_tables.device
                 key_pos = torch.arange(span.kv_len, device=device)
                 query_pos = torch.arange(span.kv_len - span.q_len, span.kv_len, device=device)[:, None]
                 mask = key_pos <= query_pos
@@ -77,25 +110,8 @@ class AttentionPlan:
 
 def plan_attention(spans: Sequence[Span], block_tables: Tensor, block_size: int, null_slot: int) -> AttentionPlan:
     """The AttentionPlan of a step. block_tables: int64 `[rows, max_blocks]`; spans with q_len 1 at the front decode together."""
-    device = block_tables.device
     num_decode = next((i for i, span in enumerate(spans) if span.q_len != 1), len(spans))
-    offsets = torch.arange(block_size, device=device)
-
-    def slots_of(rows: Tensor, kv_len: int) -> Tensor:
-        blocks = block_tables.index_select(0, rows)[:, : -(-kv_len // block_size)]
-        return (blocks[:, :, None] * block_size + offsets).view(rows.shape[0], -1)[:, :kv_len]
-
-    decode_slots = decode_positions = decode_lens = None
-    if num_decode:
-        longest = max(span.kv_len for span in spans[:num_decode])
-        rows = torch.tensor([span.table_row for span in spans[:num_decode]], device=device)
-        decode_lens = torch.tensor([[span.kv_len] for span in spans[:num_decode]], device=device)
-        decode_positions = torch.arange(longest, device=device)
-        decode_slots = slots_of(rows, longest)
-        if num_decode > 1:
-            decode_slots = decode_slots.masked_fill(decode_positions >= decode_lens, null_slot)
-    span_slots = tuple(slots_of(torch.tensor([span.table_row], device=device), span.kv_len)[0] for span in spans[num_decode:])
-    return AttentionPlan(tuple(spans), num_decode, decode_slots, decode_positions, decode_lens, span_slots)
+    return AttentionPlan(tuple(spans), num_decode, block_tables, block_size, null_slot)
 
 
 def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
@@ -120,7 +136,7 @@ def paged_attention(
         parts.append(decode_attention(q[:n], k_cache, v_cache, plan, scale, window))
     for index in range(n, len(plan.spans)):
         span = plan.spans[index]
-        slots = plan.span_slots[index - n]
+        slots = plan.span_slots(index)
         k = k_cache.index_select(0, slots).transpose(0, 1)[None]
         v = v_cache.index_select(0, slots).transpose(0, 1)[None]
         rows = q[span.start : span.start + span.q_len].transpose(0, 1)[None]
@@ -139,7 +155,6 @@ def decode_attention(
     n, heads, head_dim = q.shape
     kv_heads = k_cache.shape[1]
     group = heads // kv_heads
-    assert plan.decode_slots is not None
     longest = plan.decode_slots.shape[1]
     flat = plan.decode_slots.reshape(-1)
     k = k_cache.index_select(0, flat).view(n, longest, kv_heads, head_dim).transpose(1, 2)

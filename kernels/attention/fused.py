@@ -20,21 +20,16 @@ class PageRuns:
     def __init__(self, kv_cache: Tensor, plan: AttentionPlan) -> None:
         self.kv_cache = kv_cache
         self.plan = plan
-        # Of the spans that are attended to one by one, a single decode row and the longer spans; −1 stands for the others too.
-        alone = plan.decode_slots if plan.decode_slots is not None and plan.num_decode == 1 else None
-        self.slots = [*([None] * plan.num_decode if alone is None else alone), *plan.span_slots]
-        self.starts = [-1 if each is None else _start_of_run(each) for each in self.slots]
-        self._pages: dict[tuple[int, int | None], tuple[Tensor, ...]] = {}
+        self._pages: dict[tuple[int, int], tuple[Tensor, ...]] = {}
 
     def pages(self, index: int, layer: int, window: int | None) -> tuple[Tensor, Tensor]:
         """(keys, values) of span `index` in attention layer `layer`, each `[1, kv_heads, tokens, head_dim]`: the last `window` of
         its tokens for a decode row, all of them for a longer span."""
         span = self.plan.spans[index]
         keep = span.kv_len if window is None or span.q_len > 1 else min(window, span.kv_len)
-        first, start = span.kv_len - keep, self.starts[index]
+        first, start = span.kv_len - keep, span.first_slot
         if start < 0:
-            slots = self.slots[index]
-            assert slots is not None, "several decode rows are attended to together"
+            slots = self.plan.span_slots(index)
             k, v = (each.index_select(0, slots[first:]).transpose(0, 1)[None] for each in self.kv_cache[layer])
             return k, v
         found = self._pages.get((index, keep))
@@ -42,14 +37,6 @@ class PageRuns:
             run = self.kv_cache.narrow(2, start + first, keep).transpose(2, 3).unsqueeze(2)
             found = self._pages[index, keep] = run.flatten(0, 1).unbind(0)
         return found[2 * layer], found[2 * layer + 1]
-
-
-def _start_of_run(slots: Tensor) -> int:
-    """The first of token slots that follow one another, or −1 where they don't."""
-    first, last = int(slots[0]), int(slots[-1])
-    if last - first != slots.shape[0] - 1 or bool((slots[1:] - slots[:-1] != 1).any()):
-        return -1
-    return first
 
 
 def paged_attention(q: Tensor, runs: PageRuns, layer: int, scale: float, window: int | None) -> Tensor:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """As `eager.rotate` where all channels rotate, to the same bits: x `[rows, heads, head_dim]`; cos, sin `[rows, 1, head_dim]`.
-    The halves change places by one flip instead of two slices and a concatenation."""
+def rotate_(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x rotated in place as `eager.rotate` does where all channels rotate, to the same bits: x `[rows, heads, head_dim]`, each
+    row's heads contiguous; cos, sin `[rows, 1, head_dim]`. The halves change places by one flip instead of two slices and a
+    concatenation."""
     swapped = x.view(x.shape[0], x.shape[1], 2, -1).flip(2).view(x.shape)
-    return torch.addcmul(x * cos, swapped, sin)
+    return x.mul_(cos).addcmul_(swapped, sin)
