@@ -66,6 +66,13 @@ class ProfileStep(Command):
 
 
 @dataclass(frozen=True, slots=True)
+class Refused:
+    """An inbox message: a request was refused at submit, for this reason. It is counted and shown, nothing else."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Wake:
     """An inbox message that only wakes the engine thread."""
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine.commands import CancelRequest, Command, Ticket, Wake
+from engine.commands import CancelRequest, Command, Refused, Ticket, Wake
 from engine.config import EngineConfig
 from engine.errors import EngineStopped, FootplateError, RequestError
 from engine.request import Completion, Request, RequestHandle
@@ -44,6 +44,7 @@ class Served:
     kv_tokens: int
     num_kv_blocks: int
     chat_params: SamplingParams
+    end_ids: frozenset[int]
 
 
 class Engine:
@@ -148,8 +149,7 @@ class Engine:
         model's chat template. Raises `RequestError` for what can never be served and `EngineStopped` when nothing serves."""
         served = self._serving()
         params = params or SamplingParams()
-        ids, note = self._token_ids(served, prompt, messages)
-        self._check_request(served, ids, params)
+        ids, note = self._checked_ids(served, prompt, messages, params)
         return self._queue(served, ids, params, title, note)
 
     def sample(
@@ -167,8 +167,7 @@ class Engine:
             raise RequestError(f"the number of samples must be a whole number of at least 1, not {num_samples!r}.")
         served = self._serving()
         params = params or SamplingParams()
-        ids, note = self._token_ids(served, prompt, messages)
-        self._check_request(served, ids, params)
+        ids, note = self._checked_ids(served, prompt, messages, params)
         seed = params.seed if params.seed is not None else secrets.randbelow(2**62)
         each = [dataclasses.replace(params, seed=(seed + i) % (MAX_SEED + 1)) for i in range(num_samples)]
         return [self._queue(served, ids, one, title, note) for one in each]
@@ -221,6 +220,22 @@ class Engine:
         rendered = render_chat(served.tokenizer, served.renderer, messages)
         return rendered.token_ids, rendered.note
 
+    def _checked_ids(
+        self,
+        served: Served,
+        prompt: str | Sequence[int] | None,
+        messages: Sequence[Mapping[str, Any]] | None,
+        params: SamplingParams,
+    ) -> tuple[list[int], str | None]:
+        """The prompt's ids and a note, of a request that can be served; a refusal is counted and shown as well as raised."""
+        try:
+            ids, note = self._token_ids(served, prompt, messages)
+            self._check_request(served, ids, params)
+        except RequestError as error:
+            self._inbox.put(Refused(str(error)))
+            raise
+        return ids, note
+
     def _check_request(self, served: Served, ids: list[int], params: SamplingParams) -> None:
         if not ids:
             raise RequestError("the prompt is empty; write something.")
@@ -250,8 +265,8 @@ class Engine:
         if params.stop and tokenizer is None:
             raise RequestError(f"stop strings need text, but {served.no_tokenizer}")
         end_ids = set(params.stop_token_ids)
-        if tokenizer is not None and not params.ignore_eos:
-            end_ids |= tokenizer.eos_token_ids
+        if not params.ignore_eos:
+            end_ids |= served.end_ids
         job = Job(
             request=request,
             sampling=RowState(params, seed, request.prompt_token_ids, frozenset(i for i in end_ids if i < served.vocab_size)),
@@ -361,7 +376,7 @@ class Engine:
 
     def _load_checkpoint(self, device: Any) -> tuple[TransformerModel, ModelView, Served]:
         from engine.errors import TokenizerError
-        from engine.families import chat_defaults
+        from engine.families import chat_defaults, end_token_ids
         from engine.model.transformer import load_model
         from engine.tokenizer import Tokenizer
         from engine.weights.checkpoint import open_checkpoint
@@ -380,7 +395,7 @@ class Engine:
                 no_tokenizer = str(error)
             model = load_model(checkpoint, self.config, device, self._progress)
             formats = sorted({info.format for info in checkpoint.tensors.values() if len(info.shape) > 1})
-            defaults = chat_defaults(checkpoint)
+            defaults, end_ids = chat_defaults(checkpoint), end_token_ids(checkpoint)
         template = tokenizer.chat_template if tokenizer is not None else None
         renderer = None
         if tokenizer is not None and template is not None:
@@ -388,7 +403,7 @@ class Engine:
 
             renderer = ChatRenderer(template, tokenizer.bos_text, tokenizer.eos_text)
         view = self._model_view(model, path, "+".join(formats), renderer is not None)
-        return model, view, self._served_by(model, tokenizer, no_tokenizer, renderer, defaults)
+        return model, view, self._served_by(model, tokenizer, no_tokenizer, renderer, defaults, end_ids)
 
     def _load_shape(self, device: Any) -> tuple[TransformerModel, ModelView, Served]:
         from engine.families.shapes import shape_named
@@ -427,6 +442,7 @@ class Engine:
         no_tokenizer: str,
         renderer: ChatRenderer | None,
         defaults: SamplingParams,
+        end_ids: frozenset[int] = frozenset(),
     ) -> Served:
         plan = model.plan
         return Served(
@@ -438,6 +454,7 @@ class Engine:
             kv_tokens=plan.num_kv_blocks * self.config.block_size,
             num_kv_blocks=plan.num_kv_blocks,
             chat_params=defaults,
+            end_ids=tokenizer.eos_token_ids if tokenizer is not None else end_ids,
         )
 
 

@@ -7,7 +7,18 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from engine.commands import CancelRequest, Command, FlushPrefixCache, LoadState, ProfileStep, SaveState, SetForward, Ticket, Wake
+from engine.commands import (
+    CancelRequest,
+    Command,
+    FlushPrefixCache,
+    LoadState,
+    ProfileStep,
+    Refused,
+    SaveState,
+    SetForward,
+    Ticket,
+    Wake,
+)
 from engine.commit import commit, finish
 from engine.device import read_memory
 from engine.errors import CommandRefused, FootplateError, InvariantBroken
@@ -26,7 +37,7 @@ SPILL_WAIT_S = 0.005
 MAX_TICKETS = 64
 
 
-Message = Job | Ticket | Loaded | Wake
+Message = Job | Ticket | Loaded | Refused | Wake
 Publish = Callable[[EngineView], None]
 
 
@@ -130,6 +141,10 @@ class EngineLoop:
             else:
                 message.settle("applied", self.step, value=value)
             self._note("ticket", f"{message.command.describe()}: {message.reason or message.state}")
+            return True
+        if isinstance(message, Refused):
+            self.meters.totals["refused"] += 1
+            self._note("refused", message.reason)
             return True
         if isinstance(message, Loaded):
             self._transfers.finish(message, self.step)

@@ -26,7 +26,17 @@ if TYPE_CHECKING:
 
 FAMILIES: tuple[Family, ...] = (LLAMA, QWEN2, QWEN3, QWEN3_MOE, GEMMA3, QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE)
 CHAT_MAX_TOKENS = 2048
-__all__ = ["FAMILIES", "Family", "ModelConfig", "TensorSpec", "chat_defaults", "family_named", "identify", "match_tensors"]
+__all__ = [
+    "FAMILIES",
+    "Family",
+    "ModelConfig",
+    "TensorSpec",
+    "chat_defaults",
+    "end_token_ids",
+    "family_named",
+    "identify",
+    "match_tensors",
+]
 
 
 def family_named(name: str) -> Family:
@@ -102,6 +112,19 @@ def chat_defaults(checkpoint: Checkpoint) -> SamplingParams:
         return SamplingParams(max_tokens=CHAT_MAX_TOKENS, **values)
     except RequestError:
         return SamplingParams(max_tokens=CHAT_MAX_TOKENS, temperature=0.7, top_p=0.95)
+
+
+def end_token_ids(checkpoint: Checkpoint) -> frozenset[int]:
+    """The end tokens that a checkpoint's config names, for one without a tokenizer to say them."""
+    if checkpoint.kind == "gguf":
+        named = checkpoint.metadata.get("tokenizer.ggml.eos_token_id")
+    else:
+        text = checkpoint.metadata.get("text_config")
+        inner = text.get("eos_token_id") if isinstance(text, dict) else None
+        said = _generation_config(checkpoint.path).get("eos_token_id")
+        named = said if said is not None else checkpoint.metadata.get("eos_token_id", inner)
+    ids = named if isinstance(named, list) else [named]
+    return frozenset(each for each in ids if isinstance(each, int) and not isinstance(each, bool) and each >= 0)
 
 
 def _generation_config(path: Path) -> dict[str, object]:
