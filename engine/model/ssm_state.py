@@ -114,8 +114,12 @@ class SsmState(ModelSsmState):
             raise BatchRefused(f"the sequence can't go back to {tokens} tokens: the prefix cache holds its first {cached}.")
         self.pool.copy(self.pool.ring_slot(seq.ssm_slot, ring_slot), seq.ssm_slot)
         seq.num_computed_tokens = tokens
-        # A later entry is of tokens that may be others when the sequence comes there again.
+        # Later states are of tokens that may be others when the sequence comes there again.
         seq.ring_tokens = [None if at is not None and at > tokens else at for at in seq.ring_tokens]
+        for slot, at in seq.pending_snapshots:
+            if at > tokens:
+                self.pool.free_snapshot(slot)
+        seq.pending_snapshots = [(slot, at) for slot, at in seq.pending_snapshots if at <= tokens]
 
     def after_step(self, part: PlanRow) -> None:
         """Once a step's state is final: note its snapshots, and at a block boundary copy it into the older ring entry. The state
