@@ -274,6 +274,33 @@ def test_another_answer_after_a_rewind_ends_its_turn_with_its_own_state(model: T
         lifecycle.free_sequence(again)
 
 
+def test_a_snapshot_of_tokens_taken_back_is_given_up(model: TransformerModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long answer's own snapshots wait for its end; one beyond a rewind is of the old answer."""
+    monkeypatch.setattr(model.ssm_state, "checkpoint_interval", 64)
+    lifecycle = model.lifecycle
+    lifecycle.reclaim_prefix_blocks(lifecycle.num_total_blocks)
+    seq = lifecycle.alloc_sequence()
+    lifecycle.adopt_prefix(seq, IDS[:PROMPT])
+    _compute(model, seq)
+    for old, first in ((True, PROMPT), (False, 48)):
+        for token in IDS[first:70] if old else prompt_of(22, 52):
+            model.forward.decode(token, seq)
+            model.ssm_state.decode_marconi_checkpoint(seq)
+        assert [at for _, at in seq.pending_snapshots][-1] == 64
+        if old:
+            model.ssm_state.restore_decode_ssm_snapshot(seq, seq.ring_tokens.index(48))
+            seq.take_back(seq.num_tokens - 48)
+            assert 64 not in [at for _, at in seq.pending_snapshots]
+            lifecycle.check()
+    ids = list(seq.token_ids)
+    lifecycle.retire_sequence(seq)
+    again, asked = lifecycle.alloc_sequence(), [*ids[:66], *prompt_of(6, 53)]
+    assert lifecycle.adopt_prefix(again, asked).num_tokens == 64
+    verdict = judge(_compute(model, again), own(model, asked), [len(asked) - 1])
+    assert verdict.holds, verdict
+    lifecycle.free_sequence(again)
+
+
 def test_a_rewind_into_what_the_prefix_cache_holds_is_refused(model: TransformerModel) -> None:
     lifecycle = model.lifecycle
     lifecycle.reclaim_prefix_blocks(lifecycle.num_total_blocks)
