@@ -8,7 +8,7 @@ from torch import Tensor
 from kernels.packed_linear.packing import GROUP, PackedWeight, tile_rows
 
 # Up to this many rows the product reads the tiles; beyond it one dequantised copy of the matrix and a GEMM cost less.
-MAX_TILE_ROWS = 20
+MAX_TILE_ROWS = 48
 
 _product = torch.ops.aten._weight_int4pack_mm_for_cpu.default
 

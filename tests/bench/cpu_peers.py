@@ -196,6 +196,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--circuit", default="auto")
+    parser.add_argument("--without", choices=ENGINES, action="append", default=[], help="leave an engine out")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--worker", choices=ENGINES, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -203,7 +204,7 @@ def main() -> None:
         work(options)
         return
     pythons = {"footplate": sys.executable, "llama.cpp": options.llama_python, "transformers": sys.executable}
-    peers = [Peer(name, python, options) for name, python in pythons.items() if python]
+    peers = [Peer(name, python, options) for name, python in pythons.items() if python and name not in options.without]
     runs: dict[str, list[dict[str, Any]]] = {peer.name: [] for peer in peers}
     for seed in range(options.runs + 1):
         for peer in peers:
