@@ -178,7 +178,7 @@ def test_every_field_of_the_config_is_a_flag() -> None:
     from console.cli import build_parser, engine_config
     from engine.config import EngineConfig
 
-    texts = {"model": "m", "device": "cpu", "dtype": "float32", "circuit": "legacy"}
+    texts = {"model": "m", "device": "cpu", "dtype": "float32", "circuit": "legacy", "spill_dir": "d"}
     fields = [field.name for field in dataclasses.fields(EngineConfig)]
     given = {name: texts.get(name, number) for number, name in enumerate(fields, start=10)}
     flags = [text for name, value in given.items() for text in (f"--{name.replace('_', '-')}", str(value))]
