@@ -142,6 +142,7 @@ def test_the_view_counts_the_pool(start: Start, spy: StepSpy) -> None:
         engine.submit(prompt_of(40, seed), params=greedy(30))
     spy.wait()
     spy.step()
+    spy.step()
     ssm = until(engine, lambda view: view.ssm is not None and view.ssm.num_live == 2 and view.num_running == 2).ssm
     spy.open()
     assert ssm is not None
@@ -197,9 +198,10 @@ def test_an_abort_in_the_queue_leaks_no_slot(start: Start, spy: StepSpy) -> None
     engine = start(max_batch=2)
     for _ in range(5):
         spy.hold()
-        handles = [engine.submit(prompt_of(20, i), params=greedy(4)) for i in range(6)]
+        handles = [engine.submit(prompt_of(20, i), params=greedy(8)) for i in range(6)]
         spy.wait()
         spy.step()
+        spy.step()  # a view is published after the step in which the last of them came
         view = until(engine, lambda view: view.num_running == 2 and view.num_waiting == 4)
         assert view.ssm is not None and view.ssm.num_live == 2
         for handle in handles[2:]:
