@@ -68,24 +68,25 @@ MID_PREFILL = {"num_kv_blocks": 14, "max_batch": 2, "max_batch_tokens": 3, "ssm_
 MID_DECODE = {"num_kv_blocks": 16, "max_batch": 3}
 
 
+def together(engine: Engine, spy: StepSpy, jobs: list[tuple[list[int], int]]) -> list[tuple[list[int], int, Any]]:
+    """Submit all while the engine is held in another request's pass, so that they are admitted in one step."""
+    spy.hold()
+    first = engine.submit([5], params=greedy(1))
+    spy.wait()
+    out = [(prompt, count, engine.submit(prompt, params=watched(count))) for prompt, count in jobs]
+    spy.open()
+    first.result(PATIENCE_S)
+    return out
+
+
 def mid_prefill(engine: Engine, spy: StepSpy) -> list[tuple[list[int], int, Any]]:
     """An answer grows into the blocks that a prompt of many chunks still needs."""
-    spy.hold()
-    jobs = [(prompt_of(8, 1), 30), (prompt_of(40, 2), 6)]
-    out = [(prompt, count, engine.submit(prompt, params=watched(count))) for prompt, count in jobs]
-    spy.wait()
-    spy.open()
-    return out
+    return together(engine, spy, [(prompt_of(8, 1), 30), (prompt_of(40, 2), 6)])
 
 
 def mid_decode(engine: Engine, spy: StepSpy) -> list[tuple[list[int], int, Any]]:
     """Three answers that together outgrow the pool."""
-    spy.hold()
-    jobs = [(prompt_of(10 + seed, seed), 22) for seed in range(3)]
-    out = [(prompt, count, engine.submit(prompt, params=watched(count))) for prompt, count in jobs]
-    spy.wait()
-    spy.open()
-    return out
+    return together(engine, spy, [(prompt_of(10 + seed, seed), 22) for seed in range(3)])
 
 
 SCENES = [("prefill", MID_PREFILL, mid_prefill), ("decode", MID_DECODE, mid_decode)]
