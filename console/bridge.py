@@ -19,7 +19,7 @@ from engine.request import Completion, RequestHandle
 from engine.sampling import SamplingParams
 from engine.view import EngineView
 
-SWITCH_INTERVAL_S = 1e-4
+SWITCH_INTERVAL_S = 1e-5
 """How long a thread may keep the GIL once another wants it; the default of 5 ms makes a decode step wait for a repaint."""
 LOST_AFTER_S = 0.5
 """How long after the engine's end an answer may still receive its last words before it is given up."""

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine.commands import CancelRequest, Command, Refused, Ticket, Wake
+from engine.clock import wake_promptly
 from engine.config import EngineConfig
 from engine.errors import EngineStopped, FootplateError, RequestError
 from engine.request import Completion, Request, RequestHandle
@@ -336,6 +337,7 @@ class Engine:
         # OpenMP's threads wait for each other by spinning; when another program (or the console) takes one of their cores, that
         # made a step up to thirty times slower. With a short spin they sleep instead, at no cost that could be measured.
         os.environ.setdefault("GOMP_SPINCOUNT", "100")
+        wake_promptly()
         from engine.device import choose_device
         from engine.loop import EngineLoop
 
