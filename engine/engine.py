@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine.commands import CancelRequest, Command, Refused, Ticket, Wake
 from engine.clock import wake_promptly
+from engine.commands import CancelRequest, Command, Refused, Ticket, Wake
 from engine.config import EngineConfig
 from engine.errors import EngineStopped, FootplateError, RequestError
 from engine.request import Completion, Request, RequestHandle
