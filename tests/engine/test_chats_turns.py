@@ -67,10 +67,10 @@ def test_a_second_turn_finds_the_first_one_and_its_answer_by_their_ids(start: St
 def test_an_edited_message_reuses_exactly_what_comes_before_the_edit(start: Start, tiny_chat: TinyChat, block_size: int) -> None:
     engine = start(tiny_chat(), block_size=block_size, **ONE_BY_ONE)
     params = watched(5, logprobs=20, ignore_eos=True)
-    reused = set()
-    for at in range(0, len(FIRST["content"]), 13):
-        first = engine.submit(messages=[SYSTEM, FIRST], params=params).result(PATIENCE_S)
-        edited = {"role": "user", "content": FIRST["content"][:at] + "NOT" + FIRST["content"][at:]}
+    asked, reused = FIRST["content"] * 2, set()
+    for at in range(0, len(asked), 23):
+        first = engine.submit(messages=[SYSTEM, {"role": "user", "content": asked}], params=params).result(PATIENCE_S)
+        edited = {"role": "user", "content": asked[:at] + "NOT" + asked[at:]}
         messages = [SYSTEM, edited]
         warm = engine.submit(messages=messages, params=params).result(PATIENCE_S)
         same = min(common(warm.prompt_token_ids, first.prompt_token_ids), len(warm.prompt_token_ids) - 1)
