@@ -186,7 +186,7 @@ def test_after_a_storm_of_cancels_at_every_stage_all_blocks_are_free(start: Star
     canary = engine.generate(canary_prompt, watched(12))
     spy.before = storm.watch
     for i in range(100):
-        params = SamplingParams(max_tokens=dice.randint(1, 40), temperature=dice.choice([0.0, 1.0]), seed=i)
+        params = SamplingParams(max_tokens=dice.randint(1, 40), temperature=dice.choice([0.0, 1.0]), seed=i, ignore_eos=True)
         # Some begin alike, so that blocks are shared while their holders are cancelled.
         prompt = prompt_of(dice.randint(1, 30), dice.choice([0, 1, 2, i])) + prompt_of(dice.randint(1, 40), i)
         handle = engine.submit(prompt, params=params, title=f"chat {i % 7}")
