@@ -32,7 +32,7 @@ def every_step_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_prompt_of_n_samples_is_computed_once(start: Start, spy: StepSpy, num_samples: int) -> None:
     engine = start(block_size=8, max_batch_tokens=32)
     prompt = prompt_of(65, 1)
-    handles = engine.sample(num_samples, prompt, params=SamplingParams(max_tokens=6, temperature=1.0, seed=4))
+    handles = engine.sample(num_samples, prompt, params=SamplingParams(max_tokens=6, temperature=1.0, seed=4, ignore_eos=True))
     done = [handle.result(PATIENCE_S) for handle in handles]
     prefilled = sum(row.q_len for step in spy.steps for row in step.rows if row.computed + row.q_len <= len(prompt))
     assert prefilled == len(prompt) + (num_samples - 1), "the others compute the prompt's last token, for its logits"
@@ -45,7 +45,7 @@ def test_the_prompt_of_n_samples_is_computed_once(start: Start, spy: StepSpy, nu
 def test_the_samples_share_the_prompt_s_blocks_while_they_run(start: Start, spy: StepSpy) -> None:
     engine = start(block_size=8, max_batch_tokens=64)
     spy.hold()
-    handles = engine.sample(4, prompt_of(41, 2), params=SamplingParams(max_tokens=20, temperature=1.0, seed=1))
+    handles = engine.sample(4, prompt_of(41, 2), params=SamplingParams(max_tokens=20, temperature=1.0, seed=1, ignore_eos=True))
     spy.wait()
     for _ in range(4):
         spy.step()
@@ -64,11 +64,11 @@ def test_the_samples_share_the_prompt_s_blocks_while_they_run(start: Start, spy:
 
 def test_each_sample_is_what_a_request_with_its_seed_gets_alone(start: Start) -> None:
     engine = start(block_size=8)
-    prompt, params = prompt_of(40, 3), watched(12, temperature=0.9, top_k=40, seed=11)
+    prompt, params = prompt_of(40, 3), watched(12, temperature=0.9, top_k=40, seed=11, ignore_eos=True)
     together = [handle.result(PATIENCE_S) for handle in engine.sample(3, prompt, params=params)]
     for index, sample in enumerate(together):
         flush(engine)
-        assert_same(engine.generate(prompt, watched(12, temperature=0.9, top_k=40, seed=11 + index)), sample)
+        assert_same(engine.generate(prompt, watched(12, temperature=0.9, top_k=40, seed=11 + index, ignore_eos=True)), sample)
 
 
 def test_the_samples_logits_are_those_of_a_run_that_shares_nothing(
@@ -76,7 +76,7 @@ def test_the_samples_logits_are_those_of_a_run_that_shares_nothing(
 ) -> None:
     passes = record(monkeypatch)
     engine = start(block_size=8, max_batch_tokens=16)
-    handles = engine.sample(4, prompt_of(65, 5), params=SamplingParams(max_tokens=9, temperature=1.0, seed=2))
+    handles = engine.sample(4, prompt_of(65, 5), params=SamplingParams(max_tokens=9, temperature=1.0, seed=2, ignore_eos=True))
     for handle in handles:
         handle.result(PATIENCE_S)
     engine.close()
@@ -107,7 +107,7 @@ def test_samples_of_a_pool_too_small_for_all_take_turns_and_leave_every_count_ri
     engine = start(num_kv_blocks=14, block_size=4, max_batch=6)
     prompt = prompt_of(21, 7)
     for _ in range(2):
-        handles = engine.sample(6, prompt, params=SamplingParams(max_tokens=14, temperature=1.0, seed=3))
+        handles = engine.sample(6, prompt, params=SamplingParams(max_tokens=14, temperature=1.0, seed=3, ignore_eos=True))
         done = [handle.result(PATIENCE_S) for handle in handles]
         assert all(len(each.token_ids) == 14 for each in done)
     assert engine.view.totals.preemptions > 0, "the pool was large enough for all"
@@ -115,7 +115,7 @@ def test_samples_of_a_pool_too_small_for_all_take_turns_and_leave_every_count_ri
     roomy = start(num_kv_blocks=200, block_size=4, max_batch=6)
     again = [
         handle.result(PATIENCE_S)
-        for handle in roomy.sample(6, prompt, params=SamplingParams(max_tokens=14, temperature=1.0, seed=3))
+        for handle in roomy.sample(6, prompt, params=SamplingParams(max_tokens=14, temperature=1.0, seed=3, ignore_eos=True))
     ]
     assert [each.token_ids for each in again] == [each.token_ids for each in done]
 

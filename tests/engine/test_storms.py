@@ -95,7 +95,9 @@ def test_after_two_hundred_requests_with_cancels_at_every_stage_nothing_is_held(
     systems = [prompt_of(dice.randint(5, 40), 500 + n) for n in range(3)]
     while len(canceller.handles) < 200:
         prompt = dice.choice([[], *systems]) + [dice.randrange(3, VOCAB) for _ in range(dice.randint(1, 40))]
-        params = SamplingParams(max_tokens=dice.randint(1, 40), temperature=dice.choice([0.0, 1.0]), seed=len(canceller.handles))
+        params = SamplingParams(
+            max_tokens=dice.randint(1, 40), temperature=dice.choice([0.0, 1.0]), seed=len(canceller.handles), ignore_eos=True
+        )
         canceller.submit(prompt, params, f"chat {dice.randrange(9)}", dice.choice([1, 1, 1, 3]))
         if len(canceller.handles) % 50 < 3:  # now and then the queue is let run down a little
             dice.choice(list(canceller.handles.values())).wait(PATIENCE_S)
