@@ -134,7 +134,7 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-SHAPES = ("smollm2-135m", "qwen3-0.6b", "qwen3-8b")
+SHAPES = ("smollm2-135m", "qwen3-0.6b", "qwen3-8b", "qwen3.5-0.8b", "qwen3.5-9b")
 
 
 def add_engine_flags(parser: argparse.ArgumentParser) -> None:

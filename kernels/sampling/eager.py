@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 MASK32 = 0xFFFFFFFF
+FEW_IDS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +41,12 @@ def mix32(value: Tensor) -> Tensor:
 
 def uniform(keys: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
     """fp32 `[rows, vocab]` in (0, 1): one number for every id of every row. keys, positions: int64 `[rows]`."""
+    return uniform_of(keys, positions, torch.arange(vocab_size, device=keys.device))
+
+
+def uniform_of(keys: Tensor, positions: Tensor, ids: Tensor) -> Tensor:
+    """The numbers of `uniform` at these ids alone: fp32 in the shape of `ids`, int64 `[n]` or `[rows, n]`."""
     key = mix32(keys ^ mix32(positions + 0x85EBCA6B))[:, None]
-    ids = torch.arange(vocab_size, device=keys.device)
     return ((mix32(mix32(ids + key) ^ key) >> 9).float() + 0.5) / 2**23
 
 
@@ -66,7 +71,10 @@ def filtered_probabilities(logits: Tensor, rows: FilterRows) -> Tensor:
             scaled = scaled.masked_fill((scaled < threshold) & (k < vocab)[:, None], -torch.inf)
     probabilities = scaled.softmax(-1)
     if rows.any_top_p:
-        ordered = probabilities.sort(-1, descending=True).values
+        # The nucleus is nearly always among the first few ids; only where it isn't is the whole row sorted.
+        ordered = probabilities.topk(min(FEW_IDS, probabilities.shape[1]), dim=-1).values
+        if bool(((ordered.sum(-1) < rows.top_p) & (rows.top_p < 1.0)).any()):
+            ordered = probabilities.sort(-1, descending=True).values
         before = ordered.cumsum(-1) - ordered
         kept = (before < rows.top_p[:, None]).sum(-1, keepdim=True).clamp(min=1)
         threshold = ordered.gather(1, kept - 1)
@@ -82,6 +90,14 @@ def draw(logits: Tensor, rows: FilterRows, positions: Tensor) -> Tensor:
     """The chosen ids, int64 `[rows]`: the largest logit where temperature is 0, else the winner of the exponential race
     p / −log(u), which is a draw from p. positions: int64 `[rows]`, how many tokens each request has generated."""
     probabilities = filtered_probabilities(logits, rows)
+    if rows.any_top_k or rows.any_top_p or rows.any_min_p:
+        few = min(FEW_IDS, logits.shape[1])
+        values, ids = probabilities.topk(few, dim=-1)
+        if bool((values[:, -1] == 0).all()):
+            # Every id that may win is among these: the race is run by them alone, with the numbers they have in the whole.
+            race = values / -uniform_of(rows.keys, positions, ids).log()
+            winners = ids.gather(1, race.argmax(-1, keepdim=True))[:, 0]
+            return torch.where(rows.temperature == 0, logits.argmax(-1), winners)
     race = probabilities / -uniform(rows.keys, positions, logits.shape[1]).log()
     return torch.where(rows.temperature == 0, logits.argmax(-1), race.argmax(-1))
 

@@ -28,8 +28,8 @@ ANSWERED = re.compile(r"answering · ([\d,]+) tok")
 
 
 def headless(tokens: int, flags: list[str]) -> float:
-    """Decode tokens/s of `footplate run`."""
-    command = [sys.executable, "-m", "console.cli", "run", PROMPT, "--json", "--max-tokens", str(tokens)]
+    """Decode tokens/s of `footplate run`, sampling as a chat does."""
+    command = [sys.executable, "-m", "console.cli", "run", PROMPT, "--json", "--max-tokens", str(tokens), "--temperature", "0.2"]
     done = subprocess.run([*command, *flags], capture_output=True, text=True, check=True)
     return float(json.loads(done.stdout)["stats"]["decode_tokens_per_s"])
 
