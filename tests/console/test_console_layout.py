@@ -86,6 +86,8 @@ async def test_keys_work_at_the_smallest_sizes() -> None:
     async with driven(size=(20, 6), view=recorded_view()) as console:
         for key in ("escape", "2", "right", "6", "7", "down", "m", "m", "f1", "escape", "1", "tab", "tab"):
             await console.press(key)
+            assert console.app.is_running
+        assert console.main.panes[2].id == "memory" and console.main.focused is not None
 
 
 async def test_other_themes_have_every_colour() -> None:

@@ -58,7 +58,8 @@ def test_a_value_that_can_t_be_is_refused_by_the_field_s_name(name: str, value: 
 )
 def test_the_values_at_the_edges_are_taken(name: str, values: tuple[object, ...]) -> None:
     for value in values:
-        SamplingParams(**{name: value})  # type: ignore[arg-type]  # one of several types
+        taken = getattr(SamplingParams(**{name: value}), name)  # type: ignore[arg-type]  # one of several types
+        assert taken == (tuple(value) if isinstance(value, list) else value)
 
 
 def test_params_are_frozen_and_don_t_change_with_what_they_were_made_of() -> None:
